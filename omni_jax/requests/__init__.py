@@ -1,0 +1,18 @@
+"""What a client asked for and what it gets back: plain frozen data, no JAX, no I/O."""
+
+from omni_jax.requests.errors import EngineError, InvalidRequest
+from omni_jax.requests.outputs import Completion, Delta, RequestOutput, TokenLogprob
+from omni_jax.requests.request import Request
+from omni_jax.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "Completion",
+    "Delta",
+    "EngineError",
+    "InvalidRequest",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprob",
+]

@@ -1,0 +1,140 @@
+"""How the next token is chosen and when a continuation ends. Names and ranges are vLLM's."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from omni_jax.requests.errors import InvalidRequest
+
+MAX_LOGPROBS = 20  # alternatives the head returns a token; the compiled top_k is this wide
+MAX_LOGIT_BIAS = 300  # pairs a slot has room for on the device; OpenAI's own limit
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 64  # room a slot has on the device for ids suppressed by min_tokens, EOS ids included
+MAX_N = 128
+GREEDY_TEMPERATURE = 1e-5  # at or below this, the most likely token is taken
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling and stopping parameters of one request.
+
+    Attributes:
+        n: continuations of the same prompt.
+        temperature: divides the logits; 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p.
+        min_p: keep tokens at least min_p times as likely as the most likely one.
+        repetition_penalty: divides (multiplies, when negative) logits of tokens seen in prompt or output.
+        presence_penalty: subtracted from logits of tokens seen in the output.
+        frequency_penalty: subtracted once for each time a token was seen in the output.
+        logit_bias: token id -> number added to its logit, each in [-100, 100].
+        seed: two requests with the same seed, prompt and parameters draw the same tokens; None draws a fresh one.
+        max_tokens: most tokens to generate; None is all the context has room for; 0 generates none (scoring).
+        min_tokens: no end of sequence before this many tokens.
+        stop: strings that end the output; they are not part of it unless include_stop_str_in_output.
+        stop_token_ids: token ids that end the output, besides the model's own EOS ids.
+        ignore_eos: go on past the model's EOS ids.
+        logprobs: log-probabilities of the chosen token and of this many alternatives; None gives none.
+        prompt_logprobs: the same for each prompt token but the first.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _number("temperature", self.temperature, 0.0, 2.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        _integer("n", self.n, 1, MAX_N)
+        _integer("top_k", self.top_k, -1, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        _integer("max_tokens", self.max_tokens, 0, None, optional=True)
+        _integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequest("stop strings must be non-empty strings", param="stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
+            raise InvalidRequest(
+                f"at most {MAX_STOP_TOKEN_IDS // 2} stop_token_ids, got {len(self.stop_token_ids)}",
+                param="stop_token_ids",
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias has room for {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}", param="logit_bias"
+            )
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, None)
+            _number("logit_bias", bias, -100.0, 100.0)
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, None)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the head must change logits before it samples (variant `full`)."""
+        return bool(
+            self.logit_bias
+            or self.min_tokens
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequest when a token id named by the parameters is not in [0, vocab_size)."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if token >= vocab_size:
+                    raise InvalidRequest(
+                        f"{name} names token id {token}, but the vocabulary has {vocab_size} tokens "
+                        f"(0 to {vocab_size - 1})",
+                        param=name,
+                    )
+
+
+def _number(name, value, low, high, *, low_open=False):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value > high or value < low or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise InvalidRequest(f"{name} must be a finite number in {bracket}{low}, {high}], got {value!r}", param=name)
+
+
+def _integer(name, value, low, high, *, optional=False):
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+        raise InvalidRequest(f"{name} must be {wanted}, got {value!r}", param=name)
