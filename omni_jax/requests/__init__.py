@@ -1,6 +1,6 @@
 """What a client asked for and what it gets back: plain frozen data, no JAX, no I/O."""
 
-from omni_jax.requests.errors import EngineError, InvalidRequest
+from omni_jax.requests.errors import EngineError, InvalidRequest, Unavailable
 from omni_jax.requests.outputs import Completion, Delta, RequestOutput, TokenLogprob
 from omni_jax.requests.request import Request
 from omni_jax.requests.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -15,4 +15,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "TokenLogprob",
+    "Unavailable",
 ]

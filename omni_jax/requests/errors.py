@@ -1,4 +1,4 @@
-"""The two errors that cross the engine's boundary."""
+"""The errors that cross the engine's boundary."""
 
 
 class InvalidRequest(ValueError):
@@ -14,4 +14,8 @@ class InvalidRequest(ValueError):
 
 
 class EngineError(RuntimeError):
-    """The engine itself failed: the request is lost through no fault of the client (a 5xx)."""
+    """The engine itself failed: the request is lost through no fault of the client (a 500)."""
+
+
+class Unavailable(EngineError):
+    """The engine takes no new request now: the queue is full, or it is shutting down (a 503)."""

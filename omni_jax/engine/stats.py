@@ -1,0 +1,42 @@
+"""What the engine counts. Plain numbers; the serving floor turns them into Prometheus metrics."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineStats:
+    """A snapshot. Counters only grow; gauges are 0 when the engine is idle.
+
+    Attributes:
+        num_requests_running: gauge, sequences in the running batch.
+        num_requests_waiting: gauge, sequences queued.
+        kv_cache_usage: gauge in [0, 1], share of KV blocks in use.
+        num_preemptions: counter, sequences whose blocks were taken and which are computed again.
+        prompt_tokens: counter, prompt tokens of requests whose prefill is done.
+        generation_tokens: counter, tokens handed out.
+        steps: counter, compiled steps run.
+        real_tokens: counter, tokens the steps were asked for.
+        padded_tokens: counter, tokens the steps were padded with to reach a bucket.
+        compiles_after_warmup: counter, stays 0.
+        requests_finished: counter by finish reason, one for each continuation.
+        corrupted_requests: counter, continuations ended because their logits were NaN.
+        host_gap_seconds: seconds the device waited for the host, the latest steps (at most 1,024).
+        step_seconds: seconds of the same steps.
+    """
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    compiles_after_warmup: int = 0
+    requests_finished: dict[str, int] = dataclasses.field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+    corrupted_requests: int = 0
+    host_gap_seconds: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()
