@@ -1,0 +1,1 @@
+"""Golden outputs of transformers on the tiny checkpoints, and the script that makes them."""

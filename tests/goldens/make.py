@@ -1,0 +1,150 @@
+"""Makes (or with --check compares) the golden outputs: what transformers computes for the tiny checkpoints.
+
+Runs where torch is installed, which is not the engine's environment:
+
+    python tests/goldens/make.py            # writes tests/goldens/<variant>.npz
+    python tests/goldens/make.py --check    # makes them again and compares; exit code 1 on a difference
+
+Each <variant>.npz holds, for the prompts tests.tiny.prompt(n), n in PROMPT_LENGTHS, all in float32:
+    lengths            int32   [prompts]          prompt lengths
+    logits             float32 [prompts, vocab]   logits at the last prompt position
+    tokens             int16   [prompts, 64]      greedy continuation, not stopped at EOS
+    scored_length      int32   []                 length of the one prompt that is scored at all positions
+    scored_logsumexp   float32 [scored_length]    logsumexp of the logits at each position
+    scored_logprobs    float32 [scored_length-1]  log-probability of prompt token i+1 at position i
+    weights_sha256     str                        digest of the weights and config (see weights_digest)
+    versions           str                        JSON: torch, transformers, numpy
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from tests import tiny  # noqa: E402
+
+GREEDY_TOKENS = 64
+SCORED_LENGTH = 64
+TOLERANCE = 1e-5  # absolute and relative, between two machines' float32
+SMALLEST_GAP = 3e-4  # between the best two logits of every greedy step: errors of 1e-4 in each cannot flip a token
+
+
+def weights_digest(variant: str) -> str:
+    """What the goldens depend on, to notice without torch that tests/tiny.py has changed since they were made."""
+    digest = hashlib.sha256(json.dumps(tiny.config(variant), sort_keys=True).encode())
+    for name, tensor in sorted(tiny.weights(tiny.config(variant)).items()):
+        digest.update(name.encode() + str(tensor.shape).encode() + tensor.tobytes())
+    for length in tiny.PROMPT_LENGTHS:
+        digest.update(str(tiny.prompt(length)).encode())
+    return digest.hexdigest()
+
+
+def load(variant: str) -> dict[str, np.ndarray]:
+    """The committed goldens of one variant."""
+    with np.load(HERE / f"{variant}.npz", allow_pickle=False) as file:
+        return dict(file)
+
+
+def make(variant: str) -> dict[str, np.ndarray]:
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        tiny.write_tiny(directory, variant)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    faults = {kind: names for kind, names in report.items() if names and kind != "error_msgs"}
+    if faults:
+        raise SystemExit(f"{variant}: transformers did not load the tiny checkpoint cleanly: {faults}")
+    logits, tokens = [], []
+    with torch.no_grad():
+        for length in tiny.PROMPT_LENGTHS:
+            last, generated, gap = _greedy(torch, model, tiny.prompt(length))
+            if gap < SMALLEST_GAP:
+                raise SystemExit(f"{variant}, prompt of {length}: top-2 gap {gap:.1e} is below {SMALLEST_GAP}")
+            logits.append(last)
+            tokens.append(generated)
+        ids = torch.tensor([tiny.prompt(SCORED_LENGTH)])
+        scored = model(ids).logits[0]
+        logsumexp = scored.logsumexp(-1)
+        chosen = scored[:-1].gather(1, ids[0, 1:, None])[:, 0] - logsumexp[:-1]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
+    return {
+        "lengths": np.array(tiny.PROMPT_LENGTHS, np.int32),
+        "logits": np.stack(logits).astype(np.float32),
+        "tokens": np.array(tokens, np.int16),
+        "scored_length": np.array(SCORED_LENGTH, np.int32),
+        "scored_logsumexp": logsumexp.numpy().astype(np.float32),
+        "scored_logprobs": chosen.numpy().astype(np.float32),
+        "weights_sha256": np.array(weights_digest(variant)),
+        "versions": np.array(json.dumps(versions)),
+    }
+
+
+def _greedy(torch, model, ids):
+    """Logits after the prompt, GREEDY_TOKENS greedy tokens, and the smallest gap between a step's best two logits.
+
+    Every step computes the whole sequence again: an oracle for KV caches should not have one.
+    """
+    first, gap, ids = None, np.inf, list(ids)
+    for _ in range(GREEDY_TOKENS):
+        last = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        first = last.numpy().copy() if first is None else first
+        best = last.topk(2)
+        gap = min(gap, float(best.values[0] - best.values[1]))
+        ids.append(int(best.indices[0]))
+    return first, ids[-GREEDY_TOKENS:], gap
+
+
+def differences(committed: dict[str, np.ndarray], fresh: dict[str, np.ndarray]) -> list[str]:
+    """What differs, in words; the versions may."""
+    found = []
+    for key in fresh:
+        if key == "versions":
+            continue
+        if key not in committed:
+            found.append(f"{key} is missing in the committed file")
+        elif committed[key].shape != fresh[key].shape:
+            found.append(f"{key} has shape {committed[key].shape}, made again {fresh[key].shape}")
+        elif fresh[key].dtype == np.float32:
+            if not np.allclose(committed[key], fresh[key], rtol=TOLERANCE, atol=TOLERANCE):
+                found.append(f"{key} differs by up to {np.abs(committed[key] - fresh[key]).max():.2e}")
+        elif not np.array_equal(committed[key], fresh[key]):
+            found.append(f"{key} differs")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
+    parser.add_argument("variants", nargs="*", default=list(tiny.VARIANTS), help="default: all")
+    arguments = parser.parse_args()
+    bad = 0
+    for variant in arguments.variants:
+        fresh = make(variant)
+        if not arguments.check:
+            np.savez_compressed(HERE / f"{variant}.npz", **fresh)
+            sys.stdout.write(f"{variant}: written\n")
+            continue
+        if not (HERE / f"{variant}.npz").exists():
+            found = ["there is no committed file"]
+        else:
+            found = differences(load(variant), fresh)
+        bad += bool(found)
+        sys.stdout.write(f"{variant}: {'; '.join(found) or 'equal'}\n")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""Tiny checkpoints with random weights, written as Hugging Face directories: the same bytes in every environment.
+
+Both the engine's tests and the oracle that makes the goldens (tests/goldens/make.py) call these functions, so no
+weights are kept in git. Only numpy, safetensors and tokenizers are imported: neither JAX nor torch.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 64, 150)  # around a block of 16, and longer than several
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+EOS_IDS = (2, 0)
+
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 16, "attention_bias": False}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 32,  # not hidden_size / num_attention_heads, as in Qwen3 itself
+    "attention_bias": False,
+    "use_sliding_window": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+# What each variant changes in _COMMON.
+VARIANTS = {
+    "llama": _LLAMA,
+    "llama3": _LLAMA | {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True},
+    "llama_yarn": _LLAMA | {"rope_parameters": _YARN_ROPE},
+    "qwen2": _QWEN2 | {"tie_word_embeddings": True},
+    "qwen2_untied": _QWEN2,
+    "qwen3": _QWEN3,
+    "qwen3_tied": _QWEN3 | {"tie_word_embeddings": True},
+}
+
+_COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+    "transformers_version": "5.24.0",
+}
+
+# Content may be null (an assistant turn that only called a tool).
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# Merges are spelled out of these words, letter by letter, until the vocabulary is full.
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+    "at",
+    "be",
+    "this",
+    "have",
+    "from",
+    "or",
+    "one",
+    "had",
+    "by",
+    "word",
+    "but",
+    "not",
+    "what",
+    "all",
+    "were",
+    "we",
+    "when",
+    "your",
+    "can",
+    "said",
+    "there",
+    "use",
+    "an",
+    "each",
+    "which",
+    "she",
+    "do",
+    "how",
+    "their",
+    "if",
+    "will",
+    "up",
+    "other",
+    "about",
+    "out",
+    "many",
+    "then",
+    "them",
+    "these",
+    "so",
+    "some",
+    "her",
+    "would",
+    "make",
+    "like",
+    "him",
+    "into",
+    "time",
+    "has",
+    "look",
+    "two",
+    "more",
+    "write",
+    "go",
+    "see",
+    "number",
+    "no",
+    "way",
+    "could",
+    "people",
+    "my",
+    "than",
+    "first",
+    "water",
+    "been",
+    "call",
+    "who",
+    "oil",
+    "its",
+    "now",
+    "find",
+    "long",
+    "down",
+    "day",
+    "did",
+    "get",
+    "come",
+    "made",
+    "may",
+    "part",
+    "capital",
+    "France",
+    "Paris",
+    "hello",
+    "world",
+    "user",
+    "assistant",
+    "system",
+    "model",
+    "token",
+    "answer",
+    "question",
+]
+
+
+def config(variant: str, **overrides) -> dict:
+    """The config.json of a variant, with any of its keys replaced."""
+    if variant not in VARIANTS:
+        raise ValueError(f"unknown tiny variant {variant!r}; there are {', '.join(VARIANTS)}")
+    return _COMMON | VARIANTS[variant] | overrides
+
+
+def write_tiny(directory: Path | str, variant: str, *, seed: int = 0, **config_overrides) -> Path:
+    """Writes a whole Hugging Face directory (float32) and returns it.
+
+    Args:
+        directory: made if it is not there.
+        variant: a key of VARIANTS: "llama", "llama3", "llama_yarn", "qwen2", "qwen2_untied", "qwen3", "qwen3_tied".
+        seed: of the weights.
+        config_overrides: replace keys of config.json; shapes follow them.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    cfg = config(variant, **config_overrides)
+    generation = {"bos_token_id": 1, "eos_token_id": list(EOS_IDS), "pad_token_id": 0, "do_sample": False}
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": cfg["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(directory / "config.json", cfg)
+    _write_json(directory / "generation_config.json", generation)
+    _write_json(directory / "tokenizer_config.json", tokenizer_config)
+    tokenizer(cfg["vocab_size"]).save(str(directory / "tokenizer.json"))
+    save_file(weights(cfg, seed=seed), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def weights(cfg: dict, *, seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 weights by Hugging Face name, [out, in]. Each tensor has a stream of its own, so that a tensor keeps its
+    values when the config changes elsewhere (a longer stack, an untied head).
+
+    The scales keep activations near 1, make attention look at few tokens (scores have a deviation of about 3) and
+    logits deviate by about 4: greedy output is varied and depends on the whole context.
+    """
+    hidden, ffn = cfg["hidden_size"], cfg["intermediate_size"]
+    heads, kv_heads = cfg["num_attention_heads"], cfg["num_key_value_heads"]
+    head_dim = cfg.get("head_dim") or hidden // heads
+    qk_norm, qkv_bias = cfg["model_type"] == "qwen3", cfg["model_type"] == "qwen2"
+    tensors = {}
+
+    def add(name, shape, std, mean=0.0):
+        # Counted from 12, the first stream whose goldens have no near tie between two tokens (see make.SMALLEST_GAP)
+        # and go round in no short circle.
+        tensors[name] = _draw(f"{seed + 12}/{name}", shape, std, mean)
+
+    def linear(name, rows, columns, gain=1.0, bias=False):
+        add(f"{name}.weight", (rows, columns), gain / np.sqrt(columns))
+        if bias:
+            add(f"{name}.bias", (rows,), 0.5)
+
+    # A tied head prefers the token it has just read, and greedy output would soon go round in circles; small embeddings
+    # drown in the residual stream, and a larger final norm makes up for them.
+    tied = cfg["tie_word_embeddings"]
+    add("model.embed_tokens.weight", (cfg["vocab_size"], hidden), 0.2 if tied else 1.0)
+    for i in range(cfg["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        add(f"{layer}.input_layernorm.weight", (hidden,), 0.2, mean=1.0)
+        linear(f"{layer}.self_attn.q_proj", heads * head_dim, hidden, gain=1.7, bias=qkv_bias)
+        linear(f"{layer}.self_attn.k_proj", kv_heads * head_dim, hidden, gain=1.7, bias=qkv_bias)
+        linear(f"{layer}.self_attn.v_proj", kv_heads * head_dim, hidden, gain=2.0, bias=qkv_bias)
+        linear(f"{layer}.self_attn.o_proj", hidden, heads * head_dim, gain=2.0)
+        if qk_norm:
+            add(f"{layer}.self_attn.q_norm.weight", (head_dim,), 0.3, mean=1.7)
+            add(f"{layer}.self_attn.k_norm.weight", (head_dim,), 0.3, mean=1.7)
+        add(f"{layer}.post_attention_layernorm.weight", (hidden,), 0.2, mean=1.0)
+        linear(f"{layer}.mlp.gate_proj", ffn, hidden, gain=1.5)
+        linear(f"{layer}.mlp.up_proj", ffn, hidden, gain=1.5)
+        linear(f"{layer}.mlp.down_proj", hidden, ffn, gain=1.5)
+    add("model.norm.weight", (hidden,), 0.2, mean=2.5 if tied else 1.0)
+    if not tied:
+        linear("lm_head", cfg["vocab_size"], hidden, gain=4.0)
+    return tensors
+
+
+def prompt(length: int, *, seed: int = 0, vocab_size: int = 512) -> list[int]:
+    """Token ids without special tokens; the goldens are of prompt(n) for n in PROMPT_LENGTHS."""
+    low = len(SPECIAL_TOKENS)
+    raw = np.random.PCG64([seed, length, 7]).random_raw(length)
+    return [low + int(x) for x in raw % np.uint64(vocab_size - low)]
+
+
+def tokenizer(vocab_size: int = 512) -> Tokenizer:
+    """A byte-level BPE of at most vocab_size tokens: specials, the 256 bytes, then merges for common English words."""
+    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
+    merges = []
+    for word in (prefix + word for word in _WORDS for prefix in ("Ġ", "")):
+        for end in range(1, len(word)):
+            if len(vocab) < vocab_size and word[: end + 1] not in vocab:
+                vocab[word[: end + 1]] = len(vocab)
+                merges.append((word[:end], word[end]))
+    result = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    result.decoder = decoders.ByteLevel()
+    result.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return result
+
+
+def write_shards(directory: Path | str, shards: int = 3) -> Path:
+    """Splits a directory's model.safetensors into `shards` files with a model.safetensors.index.json."""
+    directory = Path(directory)
+    tensors = load_file(directory / "model.safetensors")
+    weight_map = {}
+    for i, names in enumerate(np.array_split(sorted(tensors), shards)):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({str(name): tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
+        weight_map |= {str(name): file for name in names}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    _write_json(
+        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+    )
+    (directory / "model.safetensors").unlink()
+    return directory
+
+
+def _draw(stream: str, shape: tuple[int, ...], std: float, mean: float) -> np.ndarray:
+    """Uniform float32 numbers of this mean and deviation. They are made from the bit generator's raw output, the only
+    part of numpy's random numbers whose stream may not change between versions (NEP 19)."""
+    raw = np.random.PCG64(zlib.crc32(stream.encode())).random_raw(int(np.prod(shape)))
+    unit = (raw >> np.uint64(11)) * 2.0**-53 - 0.5  # in [-1/2, 1/2), deviation 1/sqrt(12)
+    return (mean + std * np.sqrt(12.0) * unit).astype(np.float32).reshape(shape)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
