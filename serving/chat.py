@@ -1,0 +1,154 @@
+"""POST /v1/chat/completions."""
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from omni_jax.requests import Delta, Request, SamplingParams, TokenLogprob
+from serving.errors import REQUEST_ID
+from serving.generation import Batch, generation
+from serving.logprobs import chat_logprobs, prompt_logprobs
+from serving.protocol import ChatRequest, Conversation, read_object, sampling_params, validate
+from serving.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    Usage,
+    usage,
+)
+from serving.state import SERVER, Server
+from serving.wire import header_safe, json_response, new_id, read_body, serve_events
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A request that has been understood."""
+
+    id: str
+    created: int
+    model: str
+    request: ChatRequest
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    server = request.app[SERVER]
+    call = await server.in_thread(_prepare, server, await read_body(request))
+    if header_safe(call.request.request_id):
+        request[REQUEST_ID] = call.request.request_id
+    submitted = Request(id=call.id, prompt_ids=call.prompt_ids, params=call.params, arrival=time.monotonic())
+    async with generation(server, [submitted]) as batches:
+        if call.request.stream:
+            return await serve_events(request, _chunks(server, call, batches))
+        return json_response(await _whole(server, call, batches))
+
+
+def render(server: Server, conversation: Conversation, body: dict[str, Any]) -> tuple[int, ...]:
+    """The token ids that the chat template makes of a conversation; InvalidRequest when it cannot."""
+    return tuple(server.engine.tokenizer.render_chat(conversation.messages, **conversation.template_arguments(body)))
+
+
+def _prepare(server: Server, raw: bytes) -> _Call:
+    body = read_object(raw)
+    request = validate(ChatRequest, body)
+    model = server.model_name(request.model)
+    prompt_ids = render(server, request, body)
+    params = sampling_params(
+        request,
+        defaults=server.defaults,
+        max_model_len=server.engine.info.max_model_len,
+        vocab_size=server.engine.info.vocab_size,
+        prompt_tokens=len(prompt_ids),
+    )
+    return _Call(
+        id=new_id("chatcmpl"),
+        created=int(time.time()),
+        model=model,
+        request=request,
+        prompt_ids=prompt_ids,
+        params=params,
+    )
+
+
+async def _whole(server: Server, call: _Call, batches: AsyncIterator[Batch]) -> ChatCompletion:
+    deltas: list[list[Delta]] = [[] for _ in range(call.params.n)]
+    async for batch in batches:
+        for _, delta in batch:
+            deltas[delta.index].append(delta)
+    generated = sum(len(delta.token_ids) for of_choice in deltas for delta in of_choice)
+    completion = ChatCompletion(
+        id=call.id,
+        object="chat.completion",
+        created=call.created,
+        model=call.model,
+        choices=[_choice(server, call, index, of_choice) for index, of_choice in enumerate(deltas)],
+        usage=usage(len(call.prompt_ids), generated),
+    )
+    if call.params.prompt_logprobs is not None:
+        completion.prompt_logprobs = prompt_logprobs(
+            server.engine.tokenizer, deltas[0][0].prompt_logprobs, top=call.params.prompt_logprobs
+        )
+    return completion
+
+
+def _choice(server: Server, call: _Call, index: int, deltas: list[Delta]) -> ChatChoice:
+    return ChatChoice(
+        index=index,
+        message=ChatMessage(role="assistant", content="".join(delta.text for delta in deltas)),
+        logprobs=_logprobs(server, call, [item for delta in deltas for item in delta.logprobs]),
+        finish_reason=str(deltas[-1].finish_reason),
+        stop_reason=deltas[-1].stop_reason,
+    )
+
+
+def _logprobs(server: Server, call: _Call, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
+    return chat_logprobs(server.engine.tokenizer, logprobs) if call.request.logprobs else None
+
+
+async def _chunks(server: Server, call: _Call, batches: AsyncIterator[Batch]) -> AsyncGenerator[ChatChunk, None]:
+    """Each choice opens with its role; then one chunk for each visible addition; usage last, when asked for."""
+    opened: set[int] = set()
+    generated = 0
+
+    def chunk(choice: ChatChunkChoice | None, counted: Usage | None = None) -> ChatChunk:
+        made = ChatChunk(
+            id=call.id,
+            object="chat.completion.chunk",
+            created=call.created,
+            model=call.model,
+            choices=[] if choice is None else [choice],
+        )
+        if counted is not None:
+            made.usage = counted
+        return made
+
+    def so_far() -> Usage | None:
+        return usage(len(call.prompt_ids), generated) if call.request.usage_in_every_chunk else None
+
+    async for batch in batches:
+        for _, delta in batch:
+            generated += len(delta.token_ids)
+            if delta.index not in opened:
+                opened.add(delta.index)
+                role = ChatDelta(role="assistant", content="")
+                yield chunk(ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None), so_far())
+            if delta.text or delta.logprobs or delta.finish_reason:
+                choice = ChatChunkChoice(
+                    index=delta.index,
+                    delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+                    logprobs=_logprobs(server, call, list(delta.logprobs)) if delta.logprobs else None,
+                    finish_reason=delta.finish_reason,
+                )
+                if delta.finish_reason:
+                    choice.stop_reason = delta.stop_reason
+                yield chunk(choice, so_far())
+    if call.request.include_usage:
+        yield chunk(None, usage(len(call.prompt_ids), generated))

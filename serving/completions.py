@@ -1,0 +1,196 @@
+"""POST /v1/completions."""
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from aiohttp import web
+
+from omni_jax.requests import Delta, InvalidRequest, Request, SamplingParams, TokenLogprob
+from serving.errors import REQUEST_ID
+from serving.generation import Batch, generation
+from serving.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from serving.protocol import CompletionRequest, read_object, sampling_params, validate
+from serving.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, usage
+from serving.state import SERVER, Server
+from serving.wire import header_safe, json_response, new_id, read_body, serve_events
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    text: str  # as it is echoed
+    ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A request that has been understood."""
+
+    id: str
+    created: int
+    model: str
+    request: CompletionRequest
+    prompts: tuple[_Prompt, ...]
+
+    @property
+    def n(self) -> int:
+        return self.prompts[0].params.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def response(self, choices: list[CompletionChoice], counted: Usage | None) -> CompletionResponse:
+        made = CompletionResponse(
+            id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices
+        )
+        if counted is not None:
+            made.usage = counted
+        return made
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    server = request.app[SERVER]
+    call = await server.in_thread(_prepare, server, await read_body(request))
+    if header_safe(call.request.request_id):
+        request[REQUEST_ID] = call.request.request_id
+    now = time.monotonic()
+    submitted = [
+        Request(id=f"{call.id}-{position}", prompt_ids=prompt.ids, params=prompt.params, arrival=now)
+        for position, prompt in enumerate(call.prompts)
+    ]
+    async with generation(server, submitted) as batches:
+        if call.request.stream:
+            return await serve_events(request, _chunks(server, call, batches))
+        return json_response(await _whole(server, call, batches))
+
+
+def _prepare(server: Server, raw: bytes) -> _Call:
+    request = validate(CompletionRequest, read_object(raw))
+    return _Call(
+        id=new_id("cmpl"),
+        created=int(time.time()),
+        model=server.model_name(request.model),
+        request=request,
+        prompts=tuple(_prepare_prompt(server, request, prompt) for prompt in request.prompts()),
+    )
+
+
+def _prepare_prompt(server: Server, request: CompletionRequest, prompt: str | list[int]) -> _Prompt:
+    tokenizer, info = server.engine.tokenizer, server.engine.info
+    if isinstance(prompt, str):
+        special = request.add_special_tokens
+        text, ids = prompt, tokenizer.encode(prompt, add_special_tokens=True if special is None else special)
+        if not ids:
+            raise InvalidRequest("prompt must not be empty: send at least one token", param="prompt")
+    else:
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < info.vocab_size:
+                raise InvalidRequest(
+                    f"prompt names token id {token}, but the vocabulary has {info.vocab_size} tokens "
+                    f"(0 to {info.vocab_size - 1})",
+                    param="prompt",
+                )
+        text = tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens is not False)
+        ids = prompt
+    params = sampling_params(
+        request,
+        defaults=server.defaults,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        prompt_tokens=len(ids),
+    )
+    return _Prompt(text=text, ids=tuple(ids), params=params)
+
+
+class _Echo:
+    """What comes before a prompt's own output: its text and logprobs, when they are asked for."""
+
+    def __init__(self, server: Server, call: _Call):
+        self._server = server
+        self._call = call
+        self._of_prompt: list[CompletionLogprobs | None] = [None] * len(call.prompts)
+
+    def choice(self, position: int, delta: Delta, *, first: bool) -> CompletionChoice:
+        """The delta as the client sees it; `first` of its choice, it begins with the echo."""
+        call, echo = self._call, self._call.request.echo
+        prompt = call.prompts[position]
+        if first and echo and call.request.logprobs is not None and self._of_prompt[position] is None:
+            # The engine hands them out once, with the first delta of index 0, which comes before all others.
+            self._of_prompt[position] = echoed_logprobs(
+                self._server.engine.tokenizer, prompt.ids, delta.prompt_logprobs or (), top=call.request.logprobs
+            )
+        logprobs = self._logprobs(delta.logprobs, offset=len(prompt.text) if echo else 0)
+        if first and logprobs is not None and (of_prompt := self._of_prompt[position]) is not None:
+            logprobs = joined([of_prompt, logprobs])
+        choice = CompletionChoice(
+            index=position * call.n + delta.index,
+            text=prompt.text + delta.text if first and echo else delta.text,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+        )
+        if delta.finish_reason:
+            choice.stop_reason = delta.stop_reason
+        return choice
+
+    def _logprobs(self, logprobs: tuple[TokenLogprob, ...], *, offset: int) -> CompletionLogprobs | None:
+        if self._call.request.logprobs is None:
+            return None
+        return completion_logprobs(
+            self._server.engine.tokenizer, logprobs, top=self._call.request.logprobs, offset=offset
+        )
+
+
+async def _whole(server: Server, call: _Call, batches: AsyncIterator[Batch]) -> CompletionResponse:
+    echo = _Echo(server, call)
+    parts: list[list[CompletionChoice]] = [[] for _ in range(len(call.prompts) * call.n)]
+    of_prompt: dict[int, tuple[TokenLogprob | None, ...]] = {}
+    generated = 0
+    async for batch in batches:
+        for position, delta in batch:
+            generated += len(delta.token_ids)
+            if delta.prompt_logprobs is not None:
+                of_prompt[position] = delta.prompt_logprobs
+            of_choice = parts[position * call.n + delta.index]
+            of_choice.append(echo.choice(position, delta, first=not of_choice))
+    choices = [_joined(of_choice) for of_choice in parts]
+    if call.request.prompt_logprobs is not None:
+        for position, logprobs in of_prompt.items():
+            shown = prompt_logprobs(server.engine.tokenizer, logprobs, top=call.request.prompt_logprobs)
+            for choice in choices[position * call.n : (position + 1) * call.n]:
+                choice.prompt_logprobs = shown
+    return call.response(choices, usage(call.prompt_tokens, generated))
+
+
+def _joined(parts: list[CompletionChoice]) -> CompletionChoice:
+    last = parts[-1]
+    choice = CompletionChoice(
+        index=last.index,
+        text="".join(part.text for part in parts),
+        logprobs=None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+    if of_parts := [part.logprobs for part in parts if part.logprobs is not None]:
+        choice.logprobs = joined(of_parts)
+    return choice
+
+
+async def _chunks(
+    server: Server, call: _Call, batches: AsyncIterator[Batch]
+) -> AsyncGenerator[CompletionResponse, None]:
+    """One chunk for each visible addition to a choice; usage last, when asked for."""
+    echo = _Echo(server, call)
+    opened: set[tuple[int, int]] = set()
+    generated = 0
+    async for batch in batches:
+        for position, delta in batch:
+            generated += len(delta.token_ids)
+            first = (position, delta.index) not in opened
+            opened.add((position, delta.index))
+            if delta.text or delta.logprobs or delta.finish_reason or (first and call.request.echo):
+                counted = usage(call.prompt_tokens, generated) if call.request.usage_in_every_chunk else None
+                yield call.response([echo.choice(position, delta, first=first)], counted)
+    if call.request.include_usage:
+        yield call.response([], usage(call.prompt_tokens, generated))

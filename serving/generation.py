@@ -1,0 +1,121 @@
+"""Several engine requests run as one: submitted together, read together, aborted together."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from omni_jax.requests import Delta, Request, Unavailable
+from serving.errors import ApiError
+from serving.metrics import Metrics
+from serving.state import Server
+
+Batch = list[tuple[int, Delta]]  # (position of the request, what was added to one of its choices)
+
+
+@contextlib.asynccontextmanager
+async def generation(server: Server, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[Batch]]:
+    """Submits `requests` and gives an iterator over what they produce.
+
+    Everything that waits is handed out at once, one delta a choice, so that a slow reader catches up in few large
+    pieces. On leaving, however it happens (the end, a fault, the client's disconnect), the unfinished are aborted.
+
+    Raises:
+        InvalidRequest, Unavailable, EngineError: from the engine, before the iterator is given.
+        ApiError, Unavailable: from the iterator, when the engine ends a choice with an error or because it stops.
+    """
+    if server.draining:
+        raise Unavailable("the server is shutting down")
+    arrived: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
+    unfinished: set[str] = set()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def read(position: int, request: Request, stream: AsyncIterator[Delta]) -> None:
+        async for delta in _measured(stream, request, server.metrics):
+            arrived.put_nowait((position, delta))
+        unfinished.discard(request.id)
+
+    try:
+        for position, request in enumerate(requests):
+            stream = server.engine.submit(request)
+            unfinished.add(request.id)
+            task = asyncio.create_task(read(position, request, stream))
+            task.add_done_callback(arrived.put_nowait)
+            tasks.append(task)
+        async with contextlib.aclosing(_batches(arrived, len(tasks))) as batches:
+            yield batches
+    finally:
+        for request_id in unfinished:
+            server.engine.abort(request_id)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _batches(arrived: asyncio.Queue, running: int) -> AsyncGenerator[Batch, None]:
+    while running:
+        waiting = [await arrived.get()]
+        while not arrived.empty():
+            waiting.append(arrived.get_nowait())
+        ended = [item for item in waiting if isinstance(item, asyncio.Task)]
+        running -= len(ended)
+        deltas = [item for item in waiting if not isinstance(item, asyncio.Task)]
+        if good := [item for item in deltas if item[1].finish_reason not in ("error", "abort")]:
+            yield _merged(good)
+        for _, delta in deltas:
+            if delta.finish_reason == "error":
+                raise ApiError(500, delta.error or "the engine failed")
+            if delta.finish_reason == "abort":  # not by us: then nobody would be reading
+                raise Unavailable(delta.error or "the server is shutting down; the request was cut off")
+        for task in ended:
+            task.result()
+
+
+def _merged(batch: Batch) -> Batch:
+    """One delta for each choice, in order of its first."""
+    by_choice: dict[tuple[int, int], list[Delta]] = {}
+    for position, delta in batch:
+        by_choice.setdefault((position, delta.index), []).append(delta)
+    return [(position, _joined(deltas)) for (position, _), deltas in by_choice.items()]
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    first, last = deltas[0], deltas[-1]
+    return Delta(
+        request_id=first.request_id,
+        index=first.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        prompt_logprobs=first.prompt_logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Metrics) -> AsyncIterator[Delta]:
+    """The stream itself; its times and sizes go to the metrics on the way."""
+    start = time.monotonic()
+    latest: dict[int, float] = {}
+    generated = 0
+    failed = False
+    async for delta in stream:
+        if delta.token_ids:
+            now = time.monotonic()
+            generated += len(delta.token_ids)
+            if delta.index in latest:
+                metrics.next_tokens(now - latest[delta.index], len(delta.token_ids))
+            else:
+                metrics.first_token(now - start)
+            latest[delta.index] = now
+        failed = failed or delta.finish_reason in ("error", "abort")
+        yield delta
+    if not failed:
+        metrics.request_finished(
+            seconds=time.monotonic() - start,
+            prompt_tokens=len(request.prompt_ids),
+            generated_tokens=generated,
+            params=request.params,
+        )

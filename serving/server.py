@@ -1,0 +1,207 @@
+"""The app: routes, keys and the order in which they are checked."""
+
+import hashlib
+import hmac
+import importlib.metadata
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from omni_jax.requests import EngineError, InvalidRequest
+from serving.chat import chat_completions, render
+from serving.completions import completions
+from serving.errors import REQUEST_ID, ApiError, error_middleware
+from serving.metrics import CONTENT_TYPE, Metrics
+from serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, read_object, validate
+from serving.responses import Detokenized, ModelCard, ModelList, Tokenized, Version
+from serving.state import SERVER, Server
+from serving.wire import header_safe, json_response, new_id, read_body
+
+if TYPE_CHECKING:
+    from omni_jax.engine.async_engine import AsyncEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_SIZE = 8 * 2**20  # bytes
+TEXT_THREADS = 2
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # probes and scrapers carry no key
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(
+    engine: "AsyncEngine",
+    *,
+    served_model_names: Sequence[str],
+    api_keys: Sequence[str] = (),
+    max_body_size: int = MAX_BODY_SIZE,
+    default_sampling: Mapping[str, Any] | None = None,
+) -> web.Application:
+    """An OpenAI-compatible app over an engine that was started.
+
+    Serve it with `handler_cancellation=True` (as `serving.run` does), so that a disconnect aborts its request.
+
+    Args:
+        served_model_names: at least one; requests may use any of them.
+        api_keys: any of them opens all routes; none leaves the server open.
+        max_body_size: bytes of a request's body; a larger one gets a 413.
+        default_sampling: where a request says nothing; the checkpoint's generation_config.json when None.
+    """
+    if not served_model_names:
+        raise ValueError("served_model_names needs at least one name")
+    server = Server(
+        engine=engine,
+        names=tuple(served_model_names),
+        defaults=engine.info.default_sampling if default_sampling is None else default_sampling,
+        max_body_size=max_body_size,
+        metrics=Metrics(stats=engine.stats, info=engine.info, model_name=served_model_names[0]),
+        pool=ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text"),
+        created=int(time.time()),
+    )
+    app = web.Application(
+        client_max_size=max_body_size, middlewares=[_name_request, error_middleware, _key_check(api_keys)]
+    )
+    app[SERVER] = server
+    app.add_routes(
+        [
+            web.get("/health", _health),
+            web.get("/metrics", _metrics),
+            web.get("/version", _version),
+            web.get("/v1/models", _models),
+            web.get("/v1/models/{model:.+}", _model),
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
+            web.post("/tokenize", _tokenize),
+            web.post("/detokenize", _detokenize),
+        ]
+    )
+    app.on_response_prepare.append(_send_request_id)
+    app.on_cleanup.append(_close)
+    return app
+
+
+async def _close(app: web.Application) -> None:
+    app[SERVER].pool.shutdown(wait=False, cancel_futures=True)
+
+
+@web.middleware
+async def _name_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The client's own id goes back in the header and into the log; the engine's ids are always ours."""
+    given = request.headers.get("X-Request-Id")
+    request[REQUEST_ID] = given if header_safe(given) else new_id("req")
+    return await handler(request)
+
+
+async def _send_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+
+
+def _key_check(api_keys: Sequence[str]) -> Any:
+    """Middleware that asks for a bearer key on every path but the open ones, unknown paths included."""
+    if not all(api_keys):
+        raise ValueError("an API key must not be empty")
+    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if digests and request.path not in OPEN_PATHS:
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+            # Digests of one length, all of them compared: the time taken says nothing about any key.
+            matches = [hmac.compare_digest(given, digest) for digest in digests]
+            if scheme.lower() != "bearer" or not any(matches):
+                raise ApiError(
+                    401,
+                    "missing or wrong API key; send it as 'Authorization: Bearer KEY'",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        return await handler(request)
+
+    return check
+
+
+async def _health(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    if server.draining:
+        raise ApiError(503, "the server is shutting down")
+    try:
+        server.engine.check_health()
+    except EngineError as error:
+        logger.error("health check: %s", error)
+        raise ApiError(503, "the engine is not healthy; the server's log has the reason") from None
+    return web.Response()
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    return web.Response(body=request.app[SERVER].metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _version(request: web.Request) -> web.Response:
+    return json_response(Version(version=importlib.metadata.version("omni-jax")))
+
+
+async def _models(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    return json_response(ModelList(object="list", data=[_card(server, name) for name in server.names]))
+
+
+async def _model(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    return json_response(_card(server, server.model_name(request.match_info["model"])))
+
+
+def _card(server: Server, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        object="model",
+        created=server.created,
+        owned_by="omni-jax",
+        root=server.names[0],
+        parent=None,
+        max_model_len=server.engine.info.max_model_len,
+        permission=[],
+    )
+
+
+async def _tokenize(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    return json_response(await server.in_thread(_tokenized, server, await read_body(request)))
+
+
+def _tokenized(server: Server, raw: bytes) -> Tokenized:
+    tokenizer = server.engine.tokenizer
+    body = read_object(raw)
+    if body.get("messages") is not None:
+        asked = validate(TokenizeChatRequest, body)
+        server.model_name(asked.model)
+        tokens = list(render(server, asked, body))
+    else:
+        asked = validate(TokenizeRequest, body)
+        server.model_name(asked.model)
+        tokens = tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+    return Tokenized(
+        count=len(tokens),
+        max_model_len=server.engine.info.max_model_len,
+        tokens=tokens,
+        token_strs=[tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None,
+    )
+
+
+async def _detokenize(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    return json_response(await server.in_thread(_detokenized, server, await read_body(request)))
+
+
+def _detokenized(server: Server, raw: bytes) -> Detokenized:
+    asked = validate(DetokenizeRequest, read_object(raw))
+    server.model_name(asked.model)
+    size = server.engine.info.vocab_size
+    for token in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
+        if not 0 <= token < size:
+            raise InvalidRequest(f"tokens names id {token}, but the vocabulary has {size} tokens", param="tokens")
+    return Detokenized(prompt=server.engine.tokenizer.decode(asked.tokens, skip_special_tokens=False))

@@ -1,0 +1,57 @@
+"""What the handlers of one app share."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aiohttp import web
+
+from serving.errors import ApiError
+from serving.metrics import Metrics
+
+if TYPE_CHECKING:  # the engine brings JAX with it; a fake one in tests does not
+    from omni_jax.engine.async_engine import AsyncEngine
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Server:
+    """What the handlers of one app share.
+
+    Attributes:
+        engine: where requests go.
+        names: the model's names; a request may use any, the first stands for it in responses that name none.
+        defaults: sampling defaults where a request says nothing.
+        max_body_size: bytes.
+        metrics: what /metrics shows.
+        pool: threads for text work, which can take long for a long prompt and must not hold up the event loop.
+        created: Unix seconds of the start.
+        draining: set on shutdown: no new requests.
+    """
+
+    engine: "AsyncEngine"
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    max_body_size: int
+    metrics: Metrics
+    pool: ThreadPoolExecutor
+    created: int
+    draining: bool = False
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer under; a 404 when the model asked for is not served here."""
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            served = ", ".join(repr(name) for name in self.names)
+            raise ApiError(404, f"the model {asked[:200]!r} does not exist; this server has {served}", param="model")
+        return asked
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+
+
+SERVER: web.AppKey[Server] = web.AppKey("server", Server)

@@ -1,0 +1,228 @@
+"""An engine without a model: it answers what a test scripted, one token at a time, over the real interface."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from omni_jax.engine.stats import EngineStats
+from omni_jax.inputs import Tokenizer
+from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, TokenLogprob, Unavailable
+from tests.tiny import tokenizer
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}call {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{{ style or '' }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FakeInfo:
+    model_dir: str = "/models/fake"
+    max_model_len: int = 256
+    vocab_size: int = 512
+    max_num_seqs: int = 8
+    default_sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_blocks: int = 64
+    block_size: int = 16
+    kv_cache_bytes: int = 4096
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer(512), chat_template=template))
+
+
+def answer(request: Request, index: int) -> str:
+    """Depends on the prompt and the choice alone; characters of one, two, three and four bytes are in it."""
+    return f"choice {index}: the ďábel 今天 👋 of {sum(request.prompt_ids) % 997}"
+
+
+def alternatives(position: int, k: int, chosen: int, logprob: float) -> tuple[tuple[int, float], ...]:
+    """k pairs, best first; the chosen token is among them at even positions only. Some are half a character."""
+    others = [(3 + (position * 31 + j * 7) % 500, -0.125 * (j + 2)) for j in range(k + 1)]
+    pairs = ([(chosen, logprob)] if position % 2 == 0 else []) + [pair for pair in others if pair[0] != chosen]
+    return tuple(pairs[:k])
+
+
+class FakeEngine:
+    """The interface of AsyncEngine.
+
+    Attributes:
+        answers: what a choice of a request generates.
+        requests: every request submitted, in order.
+        aborted: ids that abort was called with.
+        hold_after: tokens after which every choice waits for `gate`.
+        fail_after: tokens after which a choice ends with an error.
+        raise_after: tokens after which the stream itself raises, as a bug would.
+        logprob: of every generated token.
+        queue: most requests at a time.
+        dead: what check_health and submit complain of.
+    """
+
+    def __init__(self, *, info: FakeInfo | None = None, template: str | None = TEMPLATE):
+        self.info = info or FakeInfo()
+        self.tokenizer = make_tokenizer(template)
+        self.answers: Callable[[Request, int], str] = answer
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.gate = asyncio.Event()
+        self.hold_after: int | None = None
+        self.fail_after: int | None = None
+        self.raise_after: int | None = None
+        self.logprob = -0.25
+        self.queue = 64
+        self.dead: str | None = None
+        self.started = False
+        self._draining = False
+        self._live: dict[str, _Stream] = {}
+        self._stats = EngineStats()
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def stop(self, *, drain_seconds: float) -> None:
+        self._draining = True
+        tasks = [task for stream in self._live.values() for task in stream.tasks]
+        if tasks:
+            await asyncio.wait(tasks, timeout=drain_seconds)
+        for request_id in list(self._live):
+            self._abort(request_id)
+
+    def check_health(self) -> None:
+        if self.dead:
+            raise EngineError(self.dead)
+
+    def stats(self) -> EngineStats:
+        running = sum(1 for stream in self._live.values() for task in stream.tasks if not task.done())
+        return dataclasses.replace(self._stats, num_requests_running=running, kv_cache_usage=running / 64)
+
+    def submit(self, request: Request) -> "_Stream":
+        if self.dead:
+            raise EngineError(self.dead)
+        if self._draining:
+            raise Unavailable("the engine is stopping")
+        if len(self._live) >= self.queue:
+            raise Unavailable(f"the queue is full ({self.queue} requests)")
+        if request.id in self._live:
+            raise InvalidRequest(f"request id {request.id} is in use")
+        self.requests.append(request)
+        self._stats.prompt_tokens += len(request.prompt_ids)
+        stream = _Stream(request.params.n)
+        self._live[request.id] = stream
+        stream.tasks = [asyncio.create_task(self._generate(request, i, stream)) for i in range(request.params.n)]
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        if stream := self._live.pop(request_id, None):
+            for index, task in enumerate(stream.tasks):
+                if not task.done():
+                    task.cancel()
+                    stream.put(Delta(request_id=request_id, index=index, finish_reason="abort"))
+                    self._stats.requests_finished["abort"] += 1
+
+    async def _generate(self, request: Request, index: int, stream: "_Stream") -> None:
+        params = request.params
+        ids = self.tokenizer.encode(self.answers(request, index), add_special_tokens=False)
+        limit = params.max_tokens if params.max_tokens is not None else len(ids)
+        reason = "stop" if len(ids) <= limit else "length"
+        decoder = self.tokenizer.stream()
+        prompt = self._prompt_logprobs(request) if index == 0 and params.prompt_logprobs is not None else None
+        offset, held = 0, []
+        finish = None
+        if limit == 0:
+            self._finish(stream, Delta(request_id=request.id, prompt_logprobs=prompt, index=index), "length")
+        for position, token in enumerate(ids[:limit]):
+            await asyncio.sleep(0)
+            if position == self.hold_after:
+                await self.gate.wait()
+            if position == self.raise_after:
+                stream.put(RuntimeError("secret at /models/fake"))
+                return
+            if position == self.fail_after:
+                failed = Delta(request_id=request.id, index=index, error="injected fault")
+                self._finish(stream, failed, "error")
+                return
+            if position == len(ids[:limit]) - 1:
+                finish = reason
+            text = decoder.push(token) + (decoder.close() if finish else "")
+            held.append((position, token, offset))
+            self._stats.generation_tokens += 1
+            delta = Delta(
+                request_id=request.id,
+                index=index,
+                text=text,
+                token_ids=(token,),
+                logprobs=self._logprobs(held, params.logprobs) if text else (),
+                prompt_logprobs=prompt if position == 0 else None,
+            )
+            if text:
+                held = []
+                offset += len(text)
+            if finish:
+                self._finish(stream, delta, finish)
+            else:
+                stream.put(delta)
+
+    def _finish(self, stream: "_Stream", delta: Delta, reason: Any) -> None:
+        self._stats.requests_finished[reason] += 1
+        stream.put(dataclasses.replace(delta, finish_reason=reason))
+        if stream.open == 0:
+            self._live.pop(delta.request_id, None)
+
+    def _logprobs(self, held: list[tuple[int, int, int]], k: int | None) -> tuple[TokenLogprob, ...]:
+        if k is None:
+            return ()
+        return tuple(
+            TokenLogprob(
+                token_id=token,
+                logprob=self.logprob,
+                top=alternatives(position, k, token, self.logprob),
+                text_offset=offset,
+            )
+            for position, token, offset in held
+        )
+
+    def _prompt_logprobs(self, request: Request) -> tuple[TokenLogprob | None, ...]:
+        entries: list[TokenLogprob | None] = [None]
+        decoder = self.tokenizer.stream()
+        offset = len(decoder.push(request.prompt_ids[0]))
+        for position, token in enumerate(request.prompt_ids[1:], 1):
+            top = alternatives(position, request.params.prompt_logprobs or 0, token, self.logprob)
+            entries.append(TokenLogprob(token_id=token, logprob=self.logprob, top=top, text_offset=offset))
+            offset += len(decoder.push(token))
+        return tuple(entries)
+
+
+class _Stream:
+    """Async iterator over the deltas of all choices of one request."""
+
+    def __init__(self, choices: int):
+        self.open = choices
+        self.tasks: list[asyncio.Task] = []
+        self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+
+    def put(self, item: Delta | Exception) -> None:
+        self._queue.put_nowait(item)
+        if isinstance(item, Exception) or item.finish_reason:
+            self.open -= 1
+            if self.open == 0:
+                self._queue.put_nowait(None)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        item = await self._queue.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            raise item
+        return item

@@ -1,0 +1,362 @@
+"""Bad requests get a 4xx that names the field, before any byte of a stream; the next good one gets its good answer."""
+
+import asyncio
+import gzip
+import json
+
+import pytest
+
+from tests.serving.conftest import serving
+from tests.serving.fake_engine import FakeEngine, FakeInfo
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+async def still_well(client, engine):
+    """After each test: the engine saw no bad request, and a good one is answered as ever."""
+    golden = await client.chat("the golden question")
+    yield
+    status, answer = await client.chat("the golden question")
+    assert (status, answer["choices"], answer["usage"]) == (200, golden[1]["choices"], golden[1]["usage"])
+    assert engine.stats().num_requests_running == 0
+
+
+async def refused(client, path, body, *, param=..., match="", status=400, streamed=True):
+    """The same JSON error, streamed or not."""
+    bodies = [body]
+    if streamed and isinstance(body, dict):
+        bodies.append(body | {"stream": True})
+    for sent in bodies:
+        got, answer = await client.post(path, sent)
+        assert got == status, answer
+        error = answer["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == status
+        assert match in error["message"]
+        assert len(error["message"]) <= 1000
+        assert "Traceback" not in error["message"]
+        if param is not ...:
+            assert error["param"] == param
+    return error
+
+
+async def test_api_01_empty_prompts(client):
+    for prompt in ("", [""], [[]], [], ["a", ""]):
+        error = await refused(client, COMPLETIONS, {"prompt": prompt}, param="prompt", match="empty")
+        assert error["type"] == "invalid_request_error"
+    await refused(client, CHAT, {"messages": []}, param="messages")
+    await refused(client, CHAT, {}, param="messages")
+    await refused(client, COMPLETIONS, {}, param="prompt")
+
+
+async def test_prompts_of_a_wrong_type(client):
+    for prompt in (1, True, {"a": 1}, [1.5], ["a", 1], [[1], "a"], [[1, True]], [None], [[1], [2.0]]):
+        await refused(client, COMPLETIONS, {"prompt": prompt}, param="prompt")
+    for prompt in ([512], [-1], [[1], [2**70]]):
+        await refused(client, COMPLETIONS, {"prompt": prompt}, param="prompt", match="vocabulary")
+    await refused(client, COMPLETIONS, {"prompt": ["a"] * 2049}, param="prompt", match="2048")
+    await refused(client, COMPLETIONS, {"prompt": ["a"] * 2000, "n": 128}, param="prompt", match="choices")
+
+
+async def test_api_02_null_is_absent(client, engine):
+    fields = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "logit_bias")
+    fields += (
+        "stream",
+        "stream_options",
+        "model",
+        "response_format",
+        "prompt_logprobs",
+        "min_tokens",
+        "echo",
+        "best_of",
+    )
+    _, plain = await client.complete()
+    params = engine.requests[-1].params
+    for field in fields:
+        status, answer = await client.complete(**{field: None})
+        assert status == 200, answer
+        assert (answer["choices"], answer["usage"]) == (plain["choices"], plain["usage"])
+        assert engine.requests[-1].params == params
+    chat_fields = ("max_completion_tokens", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs")
+    _, plain = await client.chat()
+    for field in fields + chat_fields:
+        status, answer = await client.chat(**{field: None})
+        assert (status, answer.get("choices")) == (200, plain["choices"]), answer
+
+
+async def test_api_04_logit_bias(client, engine):
+    for bias in ({"512": 5}, {"-1": 5}, {"abc": 5}, {"3": 1e9}, {"3": "x"}, {"3": True}, {"1.0": 1}, {"٣": 1}, [3]):
+        await refused(client, COMPLETIONS, {"prompt": "a", "logit_bias": bias}, param="logit_bias", match="logit_bias")
+        await refused(client, CHAT, {"messages": HELLO, "logit_bias": bias}, param="logit_bias")
+    many = {str(i): 1 for i in range(301)}
+    await refused(client, COMPLETIONS, {"prompt": "a", "logit_bias": many}, param="logit_bias", match="300")
+    status, _ = await client.complete(logit_bias={"511": -100, "0": 2.5})
+    assert status == 200
+    assert engine.requests[-1].params.logit_bias == {511: -100.0, 0: 2.5}
+    await refused(client, COMPLETIONS, {"prompt": "a", "stop_token_ids": [512]}, param="stop_token_ids")
+
+
+async def test_api_06_numbers_that_are_not_finite(client, engine):
+    seen = len(engine.requests)
+    for field in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for value in ("NaN", "Infinity", "-Infinity", "1e400", "-1e999"):
+            for stream in ("true", "false"):
+                raw = f'{{"prompt": "a", "stream": {stream}, "{field}": {value}}}'
+                await refused(client, COMPLETIONS, raw.encode(), match="finite")
+    for value in ("NaN", "1e400"):
+        await refused(
+            client, COMPLETIONS, f'{{"prompt": "a", "logit_bias": {{"3": {value}}}}}'.encode(), match="finite"
+        )
+    assert len(engine.requests) == seen
+
+
+async def test_numbers_out_of_range(client):
+    for field, values in {
+        "temperature": (-0.1, 2.1, "1", True, 10**299),
+        "top_p": (0, 1.1, -1),
+        "min_p": (-0.1, 1.5),
+        "repetition_penalty": (0, -1),
+        "presence_penalty": (-2.1, 2.1),
+        "frequency_penalty": (-2.1, 2.1),
+        "n": (0, -1, 129, 1.0, "2", True),
+        "max_tokens": (-1, 257, "5", 1.5, True),
+        "min_tokens": (-1, 200.0),
+        "prompt_logprobs": (-1, 21),
+        "stop": ("", [""], [1], 5, {"a": 1}),
+        "stop_token_ids": ([-1], ["a"], [True], 7, list(range(33))),
+        "stream": ("true", 1),
+        "seed": ("1",),
+    }.items():
+        for value in values:
+            streamed = field not in ("stream", "prompt_logprobs")
+            await refused(client, CHAT, {"messages": HELLO, field: value}, param=field, streamed=streamed)
+    await refused(client, CHAT, {"messages": HELLO, "min_tokens": 9, "max_tokens": 8}, param="min_tokens")
+    await refused(client, CHAT, {"messages": HELLO, "max_completion_tokens": -1}, param="max_completion_tokens")
+
+
+async def test_api_08_seeds(client, engine):
+    for seed in (2**63 - 1, -(2**63), -1, 0):
+        assert (await client.complete(seed=seed))[0] == 200
+        assert engine.requests[-1].params.seed == seed
+    for seed in (2**63, 2**64, 1.5, True, -(2**63) - 1):
+        await refused(client, COMPLETIONS, {"prompt": "a", "seed": seed}, param="seed")
+
+
+async def test_api_09_top_k(client, engine):
+    for top_k in (9999999, 0, -1, 5):
+        assert (await client.complete(top_k=top_k))[0] == 200
+        assert engine.requests[-1].params.top_k == top_k
+    for top_k in (0.01, -2, "5", True):
+        await refused(client, COMPLETIONS, {"prompt": "a", "top_k": top_k}, param="top_k")
+
+
+async def test_api_11_small_json_huge_work(client, engine):
+    seen = len(engine.requests)
+    for field, value in (
+        ("stop", ["x"] * 500_000),
+        ("bad_words", ["x"] * 50_000),
+        ("n", 10**6),
+        ("best_of", 10**6),
+        ("best_of", 2),
+        ("max_tokens", 10**12),
+        ("stop_token_ids", [1] * 500_000),
+        ("logit_bias", {str(i): "x" for i in range(100_000)}),
+    ):
+        await refused(client, COMPLETIONS, {"prompt": "a", field: value}, param=field, streamed=False)
+    assert len(engine.requests) == seen
+
+
+async def test_api_12_logprobs_are_bounded(client):
+    for top in (16384, 21, -1):
+        await refused(client, CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": top}, param="top_logprobs")
+        await refused(client, COMPLETIONS, {"prompt": "a", "logprobs": top}, param="logprobs")
+        body = {"prompt": "a", "prompt_logprobs": top}
+        await refused(client, COMPLETIONS, body, param="prompt_logprobs", streamed=False)
+
+
+async def test_api_13_unpaired_surrogates(client):
+    text = r"""{"messages": [{"role": "user", "content": "emoji \ud83d"}], "stream": %s}"""
+    name = r"""{"messages": [{"role": "user", "content": "a"}], "stream": %s,
+        "tools": [{"type": "function", "function": {"name": "\uDCF0"}}]}"""
+    key = r"""{"messages": [{"role": "user", "content": "a", "\udcf0": 1}], "stream": %s}"""
+    for raw in (text, name, key):
+        for stream in ("true", "false"):
+            await refused(client, CHAT, (raw % stream).encode(), match="surrogate")
+    await refused(client, COMPLETIONS, rb'{"prompt": "\udcf0"}', match="surrogate")
+    await refused(client, "/tokenize", rb'{"prompt": "\udcf0"}', match="surrogate")
+    await refused(client, COMPLETIONS, b'{"prompt": "\xed\xa0\xbd"}', match="UTF-8")
+    arguments = json.dumps({"a": "x"}).replace("x", r"\ud83d")  # an escape inside an escaped JSON text
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    await refused(client, CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}, match="surrogate")
+    for paired in (rb'{"prompt": "\ud83d\ude00"}', '{"prompt": "😀 \\\\ud83d"}'.encode()):
+        assert (await client.post(COMPLETIONS, paired))[0] == 200
+
+
+async def test_api_14_at_the_edge_of_the_context(client, engine):
+    size = engine.info.max_model_len
+    ids = [5] * (size + 1)
+    for length, wanted, allowed in (
+        (size - 1, 1, 1),
+        (size - 1, None, 1),
+        (size - 1, 0, 0),
+        (size, 0, 0),
+        (size - 3, 100, 3),  # cut to the room there is
+    ):
+        status, answer = await client.complete(ids[:length], max_tokens=wanted)
+        assert status == 200, answer
+        assert engine.requests[-1].params.max_tokens == allowed
+        assert answer["usage"]["completion_tokens"] == allowed
+    for length, wanted, shown in ((size, 1, "1 token"), (size, None, "16 tokens"), (size + 1, 0, "0 tokens")):
+        error = await refused(client, COMPLETIONS, {"prompt": ids[:length], "max_tokens": wanted}, param="prompt")
+        assert f"length is {size} tokens" in error["message"]
+        assert f"the prompt has {length} tokens" in error["message"]
+        assert shown in error["message"]
+    await refused(
+        client, CHAT, {"messages": [{"role": "user", "content": "the " * 300}]}, param="messages", match="256"
+    )
+
+
+async def test_api_15_the_models_own_limit_is_shown():
+    engine = FakeEngine(info=FakeInfo(max_model_len=48))  # what the pool holds, whatever the config says
+    async with serving(engine) as client:
+        assert (await client.get("/v1/models"))[1]["data"][0]["max_model_len"] == 48
+        assert (await client.complete([5] * 47, max_tokens=1))[0] == 200
+        await refused(client, COMPLETIONS, {"prompt": [5] * 60}, param="prompt", match="48")
+
+
+async def test_api_16_assistant_turns_without_content(client, engine):
+    call = {"id": "1", "type": "function", "function": {"name": "ls", "arguments": '{"a": 1}'}}
+    rendered = set()
+    for content in ({"content": None}, {}, {"content": ""}, {"content": []}):
+        messages = [*HELLO, {"role": "assistant", "tool_calls": [call], **content}]
+        messages.append({"role": "tool", "tool_call_id": "1", "content": "18"})
+        status, answer = await client.post(CHAT, {"messages": messages})
+        assert status == 200, answer
+        rendered.add(engine.requests[-1].prompt_ids)
+    assert len(rendered) == 1
+    assert "call ls" in engine.tokenizer.decode(rendered.pop())
+
+
+async def test_api_17_echoed_tool_turns(client, engine):
+    def conversation(arguments, content="18"):
+        call = {"id": "1", "type": "function", "function": {"name": "ls", "arguments": arguments}}
+        tool = {"role": "tool", "tool_call_id": "1", "content": content}
+        return {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, tool]}
+
+    rendered = set()
+    for arguments in ("null", "", "{}"):
+        assert (await client.post(CHAT, conversation(arguments)))[0] == 200
+        rendered.add(engine.requests[-1].prompt_ids)
+    assert (await client.post(CHAT, conversation("{}", [{"type": "text", "text": "18"}])))[0] == 200
+    assert rendered == {engine.requests[-1].prompt_ids}
+    for arguments in ("[1]", "{bad"):
+        await refused(client, CHAT, conversation(arguments), param="messages")
+
+
+async def test_messages_of_a_wrong_shape(client):
+    for messages in (
+        "hello",
+        [1],
+        [{"content": "a"}],
+        [{"role": "", "content": "a"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+    ):
+        await refused(client, CHAT, {"messages": messages}, param="messages")
+    await refused(client, CHAT, {"messages": HELLO, "tools": []}, param="tools")
+    await refused(client, CHAT, {"messages": HELLO, "tool_choice": "auto"}, param="tool_choice")
+    await refused(client, CHAT, {"messages": HELLO, "echo": True}, param="echo")
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    await refused(client, CHAT, {"messages": HELLO, **both}, param="continue_final_message")
+
+
+async def test_str_07_a_bad_stream_is_plain_json(client):
+    await refused(client, CHAT, {"messages": HELLO, "n": 0}, param="n")
+    await refused(client, COMPLETIONS, {"prompt": "a", "n": 0}, param="n")
+    body = {"prompt": "a", "stream": True, "prompt_logprobs": 1}
+    await refused(client, COMPLETIONS, body, param="prompt_logprobs", match="stream")
+
+
+async def test_bodies_that_are_not_json_objects(client):
+    for raw in (b"", b"{", b"[]", b'"a"', b"null", b"\xff", b"\xef\xbb\xbf{}", b"{'a': 1}", b'{"a": 1,}', b"\x00"):
+        await refused(client, COMPLETIONS, raw)
+    await refused(client, COMPLETIONS, b'{"prompt": "a", "prompt": "b"}', match="twice")
+    await refused(client, COMPLETIONS, b'{"prompt": ' + b"[" * 100_000, match="")
+    await refused(client, COMPLETIONS, b'{"prompt": "a", "x": ' + b"[" * 65 + b"]" * 65 + b"}", match="nested")
+    await refused(client, COMPLETIONS, b'{"prompt": "a", "x": ' + b'{"a":' * 900 + b"1" + b"}" * 901, match="nested")
+    await refused(client, COMPLETIONS, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", match="digits")
+    deep_enough = b'{"prompt": "a", "x": ' + b"[" * 60 + b"]" * 60 + b"}"
+    assert (await client.post(COMPLETIONS, deep_enough))[0] == 200
+
+
+async def test_content_types(client):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        status, answer = await client.post(COMPLETIONS, {"prompt": "a"}, headers={"Content-Type": kind})
+        assert (status, kind in answer["error"]["message"]) == (400, True)
+    kind = "application/json; charset=utf-8"
+    assert (await client.post(COMPLETIONS, {"prompt": "a"}, headers={"Content-Type": kind}))[0] == 200
+
+
+async def test_unknown_models_and_routes(client):
+    for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        error = await refused(client, path, body | {"model": "gpt"}, param="model", match="'fake'", status=404)
+        assert error["type"] == "not_found_error"
+        await refused(client, path, body | {"model": 5}, param="model")
+    assert (await client.get("/v1/models/gpt"))[0] == 404
+    assert (await client.get("/v1/chat"))[1]["error"]["code"] == 404
+    status, answer = await client.get(CHAT)
+    assert (status, answer["error"]["code"]) == (405, 405)
+    async with client.session.get(client.base + CHAT) as response:
+        assert response.headers["Allow"] == "POST"
+
+
+async def test_errors_do_not_grow_with_the_input(client):
+    for field in ("model", "n", "seed", "logit_bias", "temperature", "response_format", "tool_choice"):
+        for value in ("x" * 1_000_000, {"x" * 100_000: ["y" * 100_000] * 9}, "\u0000\u202e" * 50_000):
+            status, answer = await client.chat(**{field: value})
+            assert status in (400, 404)
+            assert len(json.dumps(answer)) < 2000, field
+    status, answer = await client.get("/" + "x" * 3000)
+    assert len(json.dumps(answer)) < 2000
+
+
+async def test_body_over_the_limit():
+    async with serving(FakeEngine(), max_body_size=1000) as client:
+        assert (await client.complete("the " * 200, max_tokens=1))[0] == 200
+        error = await refused(client, COMPLETIONS, {"prompt": "x" * 1000}, status=413, match="1000")
+        assert error["type"] == "invalid_request_error"
+
+        async def endless():  # no Content-Length: counted while it comes
+            for _ in range(5):
+                yield b"x" * 300
+
+        headers = {"Content-Type": "application/json"}
+        async with client.session.post(client.base + COMPLETIONS, data=endless(), headers=headers) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (413, 413)
+        squeezed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        bomb = gzip.compress(b'{"prompt": "' + b"x" * 10**6 + b'"}')
+        bomb_status, _ = await client.post(COMPLETIONS, bomb, headers=squeezed)
+        assert bomb_status in (400, 413)
+        assert (await client.complete())[0] == 200
+
+
+async def test_queue_full_is_503(client, engine):
+    engine.queue, engine.hold_after = 2, 1
+    running = [asyncio.create_task(client.complete()) for _ in range(2)]
+    while len(engine.requests) < 3:  # the golden one was first
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    error = await refused(client, COMPLETIONS, {"prompt": "a"}, status=503, match="queue is full")
+    assert error["type"] == "service_unavailable_error"
+    engine.aborted.clear()
+    # Of several prompts in one request, those that got in are taken out again.
+    engine.queue = 3
+    await refused(client, COMPLETIONS, {"prompt": ["a", "b"]}, status=503, streamed=False)
+    assert len(engine.aborted) == 1
+    engine.gate.set()
+    assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
+    engine.queue = 64
