@@ -1,0 +1,312 @@
+"""The command line: serve, generate, convert, check, version. A command imports what it needs when it runs."""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+FAILURE = 1  # usage errors are 2, by typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="An inference engine in JAX with an OpenAI-compatible server.",
+)
+
+ModelDir = Annotated[
+    Path, typer.Argument(metavar="MODEL_DIR", help="A model in Hugging Face layout: config, tokenizer, safetensors.")
+]
+MaxModelLen = Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and output together, at most.")]
+Dtype = Annotated[str | None, typer.Option(help="Of weights and KV cache: auto, bfloat16 or float32.")]
+BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens of a KV block.")]
+KvCacheMemoryBytes = Annotated[int | None, typer.Option(min=1, help="Size of the KV pool; else what memory allows.")]
+GpuMemoryUtilization = Annotated[
+    float | None, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory for this process.")
+]
+Seed = Annotated[int | None, typer.Option(help="Of requests without a seed of their own.")]
+CompilationCacheDir = Annotated[Path | None, typer.Option(help="Where compiled steps are kept between starts.")]
+ChatTemplate = Annotated[str | None, typer.Option(help="Replaces the model's own: a file, or Jinja text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.command(
+    epilog="Example: omni-jax serve ~/models/SmolLM2-135M-Instruct --served-model-name smollm2 --port 8000",
+)
+def serve(
+    model_dir: ModelDir,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name in the API; repeat it for more. Default: the directory's name.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Ask for this bearer key; repeat it for more. Default: no key.")
+    ] = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step, at most.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a step, at most.")] = None,
+    max_num_queued_reqs: Annotated[
+        int | None, typer.Option(min=1, help="Waiting requests, at most; one more gets a 503.")
+    ] = None,
+    block_size: BlockSize = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
+    kv_cache_memory_bytes: KvCacheMemoryBytes = None,
+    dtype: Dtype = None,
+    seed: Seed = None,
+    generation_config: Annotated[
+        str, typer.Option(help="Sampling defaults: auto (the model's), vllm (none), or a directory with the file.")
+    ] = "auto",
+    chat_template: ChatTemplate = None,
+    compilation_cache_dir: CompilationCacheDir = None,
+    max_body_size: Annotated[int, typer.Option(min=1, help="Bytes of a request, at most.")] = 8 * 2**20,
+    shutdown_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM or SIGINT.")
+    ] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a model over HTTP, as OpenAI does."""
+    _log_to_stderr(log_level)
+    from serving.run import CannotListen, bind, run_server
+
+    try:
+        sock = bind(host, port)  # before the model is loaded: a port in use is known at once
+    except CannotListen as error:
+        _fail(str(error))
+    try:
+        defaults = _sampling_defaults(generation_config)
+        config = _engine_config(
+            model_dir=model_dir,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_queued_reqs=max_num_queued_reqs,
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            dtype=dtype,
+            seed=seed,
+            chat_template=chat_template,
+            compilation_cache_dir=compilation_cache_dir,
+        )
+        from omni_jax.engine.async_engine import AsyncEngine
+
+        from serving.server import make_app
+
+        code = run_server(
+            lambda: AsyncEngine(config),
+            lambda engine: make_app(
+                engine,
+                served_model_names=served_model_name or [model_dir.resolve().name],
+                api_keys=api_key or (),
+                max_body_size=max_body_size,
+                default_sampling=defaults,
+            ),
+            sock,
+            shutdown_timeout=shutdown_timeout,
+        )
+    except _expected_faults() as error:
+        logging.getLogger(__name__).debug("start failed", exc_info=True)
+        _fail(str(error))
+    finally:
+        sock.close()
+    raise typer.Exit(code)
+
+
+@app.command(epilog='Example: omni-jax generate ~/models/SmolLM2-135M-Instruct "Why is the sky blue?" --max-tokens 200')
+def generate(
+    model_dir: ModelDir,
+    prompt: Annotated[str, typer.Argument(help="What to continue or to answer; - reads standard input.")],
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Through the chat template, or as it is. Default: chat, where there is one."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt; implies --chat.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 256,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep this many tokens; -1 keeps all.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens at least this likely, against the best.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages tokens seen before.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Subtracted from tokens already generated.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, once for each time.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat it for more.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the sequence.")] = False,
+    max_model_len: MaxModelLen = None,
+    dtype: Dtype = None,
+    kv_cache_memory_bytes: KvCacheMemoryBytes = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
+    chat_template: ChatTemplate = None,
+    compilation_cache_dir: CompilationCacheDir = None,
+    as_json: AsJson = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+) -> None:
+    """Answer one prompt, streaming to the terminal."""
+    _log_to_stderr(log_level)
+    if system is not None and chat is False:
+        raise typer.BadParameter("a system prompt needs the chat template", param_hint="--system")
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "stop": stop,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        options = {
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "chat_template": chat_template,
+            "compilation_cache_dir": compilation_cache_dir,
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        _engine_config(model_dir=model_dir, **options)
+        from omni_jax import LLM
+        from omni_jax.requests import SamplingParams
+        from serving.protocol import MODEL_DEFAULTS
+
+        llm = LLM(model_dir, **options)
+        of_model = {name: value for name, value in llm.info.default_sampling.items() if name in MODEL_DEFAULTS}
+        params = SamplingParams(**(of_model | given), max_tokens=max_tokens, ignore_eos=ignore_eos)
+        if chat is None:
+            chat = system is not None or llm.tokenizer.has_chat_template
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": prompt})
+        pieces = []
+        for text in llm.stream(messages if chat else prompt, params):
+            pieces.append(text)
+            if not as_json:
+                print(text, end="", flush=True)
+    except BrokenPipeError:  # the reader of our output left, as `head` does; typer ends quietly
+        raise
+    except _expected_faults() as error:
+        logging.getLogger(__name__).debug("generate failed", exc_info=True)
+        _fail(str(error))
+    print(json.dumps({"prompt": prompt, "text": "".join(pieces)}, ensure_ascii=False) if as_json else "")
+
+
+@app.command(epilog="Example: omni-jax convert SmolLM2-135M-Instruct.Q8_0.gguf ~/models/SmolLM2-135M-Instruct")
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="A Llama or Qwen2 model in GGUF.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="The Hugging Face directory to write.")],
+    dtype: Annotated[
+        str, typer.Option(help="Of the written weights: float32 is exact, bfloat16 takes half the room.")
+    ] = "float32",
+) -> None:
+    """Turn a GGUF file into a Hugging Face directory, which the engine reads."""
+    from checkpoints.gguf_convert import convert_gguf
+    from serving.progress import progress_bar
+
+    try:
+        with progress_bar(f"converting {source.name}") as progress:
+            convert_gguf(source, out, dtype=dtype, progress=progress)
+    except _expected_faults() as error:
+        _fail(str(error))
+    print(f"wrote {out}")
+
+
+@app.command(epilog="Example: omni-jax check ~/models/SmolLM2-135M-Instruct")
+def check(
+    directory: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The model to look at.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a model directory is whole: files, sizes, headers, configuration, tokenizer."""
+    from checkpoints.reader import CheckpointError
+    from checkpoints.reader import check as check_directory
+
+    try:
+        report, ok = check_directory(directory), True
+    except CheckpointError as error:
+        report, ok = str(error), False
+    if as_json:
+        print(json.dumps({"directory": str(directory), "ok": ok, "report": report}, ensure_ascii=False))
+    else:
+        print(report, file=sys.stdout if ok else sys.stderr)
+    raise typer.Exit(0 if ok else FAILURE)
+
+
+@app.command(epilog="Example: omni-jax version --json")
+def version(as_json: AsJson = False) -> None:
+    """Print the versions of omni-jax, JAX and Python."""
+    from importlib.metadata import version as version_of
+
+    versions = {"omni-jax": version_of("omni-jax"), "jax": version_of("jax"), "python": sys.version.split()[0]}
+    print(json.dumps(versions) if as_json else "\n".join(f"{name} {number}" for name, number in versions.items()))
+
+
+def _engine_config(**options: Any) -> Any:
+    """An EngineConfig of the flags that were given, the rest being its own defaults.
+
+    XLA takes 0.75 of a GPU unless it is told otherwise before JAX first touches it, so it is told here.
+    """
+    from omni_jax.engine.config import EngineConfig
+
+    given = {name: value for name, value in options.items() if value is not None}
+    config = EngineConfig(**given)
+    if "gpu_memory_utilization" in given:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    return config
+
+
+def _sampling_defaults(generation_config: str) -> dict[str, Any] | None:
+    """What make_app takes as default_sampling; None is the model's own."""
+    if generation_config == "auto":
+        return None
+    if generation_config == "vllm":
+        return {}
+    path = Path(generation_config) / "generation_config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--generation-config must be auto, vllm or a directory with a generation_config.json; there is no {path}"
+        )
+    defaults = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(defaults, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return defaults
+
+
+def _expected_faults() -> tuple[type[Exception], ...]:
+    """What a wrong model, flag or machine raises: told in one line. Anything else is a bug and keeps its traceback."""
+    from checkpoints.reader import CheckpointError
+    from omni_jax.requests import EngineError
+    from serving.run import CannotListen
+
+    return (CheckpointError, EngineError, CannotListen, OSError, ValueError)
+
+
+def _log_to_stderr(level: str) -> None:
+    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise typer.BadParameter(f"must be debug, info, warning or error, got {level!r}", param_hint="--log-level")
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"omni-jax: {message}", file=sys.stderr)
+    raise typer.Exit(FAILURE)
+
+
+def main() -> None:
+    """The entry point. Typer turns usage errors into exit code 2."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

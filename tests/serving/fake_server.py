@@ -1,0 +1,44 @@
+"""`python -m tests.serving.fake_server PORT DRAIN_SECONDS`: the real run_server over a fake engine.
+
+Every choice waits after its first token until SIGUSR1. "loading" on standard output says that the engine was made.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+
+from serving.run import CannotListen, bind, run_server
+from serving.server import make_app
+from tests.serving.fake_engine import FakeEngine
+
+
+class HeldEngine(FakeEngine):
+    async def start(self) -> None:
+        await super().start()
+        self.hold_after = 1
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.gate.set)
+
+
+def make_engine() -> FakeEngine:
+    print("loading", flush=True)  # noqa: T201
+    return HeldEngine()
+
+
+def main() -> int:
+    logging.basicConfig(level="INFO", stream=sys.stderr)
+    try:
+        sock = bind("127.0.0.1", int(sys.argv[1]))
+    except CannotListen as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return run_server(
+        make_engine,
+        lambda engine: make_app(engine, served_model_names=["fake"]),
+        sock,
+        shutdown_timeout=float(sys.argv[2]),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

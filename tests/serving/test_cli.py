@@ -1,0 +1,236 @@
+"""The command line: what it passes on, what it prints, how it exits."""
+
+import io
+import json
+import socket
+import subprocess
+import sys
+import types
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import checkpoints.reader
+import omni_jax
+from omni_jax.requests import EngineError
+from serving import cli, run
+from serving.progress import progress_bar
+from serving.state import SERVER
+from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
+from tests.tiny import write_tiny
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    """Runs a command with stand-ins for the modules that would load a model."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # put back after the test
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+    class EngineConfig(types.SimpleNamespace):
+        def __init__(self, **given):
+            super().__init__(**({"gpu_memory_utilization": 0.9} | given), given=given)
+
+    config = types.ModuleType("omni_jax.engine.config")
+    config.EngineConfig = EngineConfig
+    monkeypatch.setitem(sys.modules, "omni_jax.engine.config", config)
+    monkeypatch.setattr(cli, "_log_to_stderr", lambda level: None)
+    return lambda *arguments, **kwargs: CliRunner().invoke(cli.app, list(arguments), **kwargs)
+
+
+@pytest.fixture
+def served(monkeypatch, invoke):
+    """What `serve` hands to run_server, by name."""
+    seen = {}
+    engine = types.ModuleType("omni_jax.engine.async_engine")
+
+    def make(config):
+        seen["config"] = config
+        return FakeEngine()
+
+    engine.AsyncEngine = make
+    monkeypatch.setitem(sys.modules, "omni_jax.engine.async_engine", engine)
+
+    def run_server(make_engine, make_app, sock, *, shutdown_timeout):
+        seen.update(server=make_app(make_engine())[SERVER], port=sock.getsockname()[1], timeout=shutdown_timeout)
+        return 0
+
+    monkeypatch.setattr(run, "run_server", run_server)
+    return seen
+
+
+class FakeLLM:
+    fault = None
+
+    def __init__(self, model_dir, **options):
+        if FakeLLM.fault:
+            raise FakeLLM.fault
+        self.info = FakeInfo(default_sampling={"temperature": 0.5, "top_k": 7, "max_new_tokens": 3})
+        self.tokenizer = make_tokenizer()
+        FakeLLM.made = (model_dir, options)
+
+    def stream(self, prompt, params):
+        FakeLLM.asked = (prompt, params)
+        yield from ("one ", "two")
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    monkeypatch.setattr(omni_jax, "LLM", FakeLLM, raising=False)
+    monkeypatch.setattr(FakeLLM, "fault", None)
+    return FakeLLM
+
+
+def test_help_is_there_for_every_command_and_imports_nothing_heavy():
+    code = (
+        "import sys, serving.cli\n"
+        "try: serving.cli.app(['serve', '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'jax', 'numpy', 'aiohttp', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    for command in ("serve", "generate", "convert", "check", "version"):
+        result = CliRunner().invoke(cli.app, [command, "--help"])
+        assert result.exit_code == 0
+        assert f"Example: omni-jax {command}" in " ".join(result.output.split())
+
+
+def test_usage_errors_are_exit_code_2(invoke):
+    for arguments in (["serve"], ["serve", "d", "--port", "x"], ["serve", "d", "--port", "70000"], ["nothing"]):
+        assert invoke(*arguments).exit_code == 2
+    assert invoke("generate", "d", "p", "--raw", "--system", "s").exit_code == 2
+
+
+def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
+    assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
+    assert served["config"].given == {"model_dir": tmp_path}
+    assert served["server"].names == (tmp_path.name,)
+    assert served["timeout"] == 30
+    flags = {
+        "max_model_len": 100,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_num_queued_reqs": 9,
+        "block_size": 32,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": 4096,
+        "dtype": "float32",
+        "seed": 3,
+        "chat_template": "{{ x }}",
+    }
+    arguments = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    arguments += ["--served-model-name", "a", "--served-model-name", "b", "--max-body-size", "77", "--port", "0"]
+    result = invoke("serve", str(tmp_path), *arguments, "--shutdown-timeout", "1.5")
+    assert result.exit_code == 0, result.output
+    assert served["config"].given == flags | {"model_dir": tmp_path}
+    assert served["server"].names == ("a", "b")
+    assert served["server"].max_body_size == 77
+    assert served["timeout"] == 1.5
+
+
+def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    invoke("serve", str(tmp_path), "--port", "0")
+    assert cli.os.environ[name] == "0.9"  # the config's own default
+    monkeypatch.setenv(name, "0.3")
+    invoke("serve", str(tmp_path), "--port", "0")
+    assert cli.os.environ[name] == "0.3"
+    invoke("serve", str(tmp_path), "--port", "0", "--gpu-memory-utilization", "0.6")
+    assert cli.os.environ[name] == "0.6"
+
+
+def test_serve_generation_config(invoke, served, tmp_path):
+    for given, defaults in (("auto", {}), ("vllm", {}), (str(tmp_path), {"top_k": 3})):
+        (tmp_path / "generation_config.json").write_text('{"top_k": 3}')
+        assert invoke("serve", "m", "--port", "0", "--generation-config", given).exit_code == 0
+        assert served["server"].defaults == defaults
+    result = invoke("serve", "m", "--port", "0", "--generation-config", str(tmp_path / "no"))
+    assert (result.exit_code, "auto, vllm or a directory" in result.stderr) == (1, True)
+
+
+def test_serve_with_a_port_in_use(invoke, served):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = invoke("serve", "m", "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 1
+    assert "cannot listen on 127.0.0.1" in result.stderr
+    assert served == {}
+
+
+def test_serve_with_a_model_that_cannot_be_loaded(invoke, served, monkeypatch):
+    def broken(config):
+        raise EngineError("the pool does not fit")
+
+    monkeypatch.setattr(sys.modules["omni_jax.engine.async_engine"], "AsyncEngine", broken)
+    result = invoke("serve", "m", "--port", "0")
+    assert result.exit_code == 1
+    assert result.stderr == "omni-jax: the pool does not fit\n"
+
+
+def test_generate(invoke, llm, tmp_path):
+    result = invoke("generate", str(tmp_path), "hello", "--max-model-len", "99", "--temperature", "0", "--stop", "x")
+    assert (result.exit_code, result.stdout) == (0, "one two\n"), result.output
+    assert llm.made == (tmp_path, {"max_model_len": 99})
+    prompt, params = llm.asked
+    assert prompt == [{"role": "user", "content": "hello"}]  # the model has a template
+    assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0, 7, 256, ("x",))
+    invoke("generate", "m", "hello", "--raw")
+    assert llm.asked[0] == "hello"
+    invoke("generate", "m", "hello", "--system", "be brief")
+    assert [message["role"] for message in llm.asked[0]] == ["system", "user"]
+    result = invoke("generate", "m", "-", "--raw", "--json", input="from stdin")
+    assert llm.asked[0] == "from stdin"
+    assert json.loads(result.stdout) == {"prompt": "from stdin", "text": "one two"}
+
+
+def test_generate_faults(invoke, llm):
+    result = invoke("generate", "m", "hello", "--temperature", "9")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("omni-jax: temperature must be")
+    llm.fault = FileNotFoundError("no model in m")
+    result = invoke("generate", "m", "hello")
+    assert (result.exit_code, result.stderr) == (1, "omni-jax: no model in m\n")
+    llm.fault = KeyboardInterrupt()
+    assert invoke("generate", "m", "hello").exit_code == 130
+
+
+def test_check(invoke, tmp_path):
+    model = write_tiny(tmp_path / "model", "llama")
+    result = invoke("check", str(model))
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    result = invoke("check", str(model))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "model.safetensors" in result.stderr
+    result = invoke("check", str(model), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["ok"] is False
+    assert invoke("check", str(tmp_path / "nowhere")).exit_code == 1
+
+
+def test_convert_says_what_is_wrong(invoke, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"no gguf")
+    result = invoke("convert", str(tmp_path / "a.gguf"), str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "a.gguf" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_version(invoke):
+    assert set(json.loads(invoke("version", "--json").stdout)) == {"omni-jax", "jax", "python"}
+    assert invoke("version").stdout.startswith("omni-jax ")
+
+
+def test_progress_without_a_terminal_is_a_few_lines():
+    out = io.StringIO()
+    with progress_bar("converting x", Console(file=out)) as report:
+        for done in range(1001):
+            report(f"tensor {done}", done * 1000, 1_000_000)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 5
+    assert lines[-1] == "converting x: 100 % of 1.0 MB (tensor 1000)"
+
+
+def test_the_reader_is_where_the_cli_expects_it():
+    assert issubclass(checkpoints.reader.CheckpointError, ValueError)
