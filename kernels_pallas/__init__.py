@@ -1,0 +1,1 @@
+"""Compiled operations: one folder an op, each with its api, a plain reference and the implementations."""

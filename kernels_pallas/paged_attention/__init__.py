@@ -1,0 +1,5 @@
+"""Attention over a paged KV cache, for rows that read whole prompts, chunks of them, or one token each."""
+
+from kernels_pallas.paged_attention.api import PagedBatch, paged_attention, storage_dtype, write_pages
+
+__all__ = ["PagedBatch", "paged_attention", "storage_dtype", "write_pages"]

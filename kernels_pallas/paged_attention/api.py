@@ -1,0 +1,98 @@
+"""Paged attention: what it computes, and which implementation computes it.
+
+A page holds `page_size` consecutive tokens of one sequence, for all KV heads: `[kv_heads, page_size, head_dim]` lies in one
+piece. The pages of a sequence may stand anywhere in the pool; a row of the block table lists them in order. Queries of all
+rows lie one after another in one flat array, so that a step may mix whole prompts, chunks and single tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from kernels_pallas.paged_attention import reference, xla
+
+Implementation = Literal["xla", "reference"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedBatch:
+    """Where the queries of a step stand, and where their keys lie.
+
+    Row r has `query_start[r+1] - query_start[r]` queries: the last ones of its first `kv_len[r]` tokens. Keys and values of
+    those queries are in the pages already.
+
+    Attributes:
+        query_start: first query of each row in the flat array; the last entry is the number of real queries. Rows without
+            queries (padding) repeat the entry.
+        kv_len: tokens of the row in the pages, those of this step included; at least 1, for padding rows too.
+        block_tables: pages of each row, in order; entries past the end may be anything in range.
+        decode: static; says that row r has exactly one query, number r (padding rows included).
+    """
+
+    query_start: Int[Array, "rows_plus_1"]
+    kv_len: Int[Array, "rows"]
+    block_tables: Int[Array, "rows pages_per_row"]
+    decode: bool = dataclasses.field(metadata={"static": True})
+
+
+def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """The dtype in which the pool is kept. bfloat16 lies as uint16 on a CPU: XLA for CPU otherwise converts the whole pool to
+    float32 around every scatter (18 times slower on JAX 0.10.2), and its alias check does not see it."""
+    return jnp.dtype(jnp.uint16) if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
+
+
+def write_pages(
+    pages: Shaped[Array, "num_pages kv_heads page_size head_dim"],
+    new: Float[Array, "tokens kv_heads head_dim"],
+    page: Int[Array, "tokens"],
+    offset: Int[Array, "tokens"],
+) -> Shaped[Array, "num_pages kv_heads page_size head_dim"]:
+    """Writes one row of keys (or values) a token. In place, when the caller donates `pages`."""
+    if pages.dtype == jnp.uint16 and new.dtype == jnp.bfloat16:
+        new = jax.lax.bitcast_convert_type(new, jnp.uint16)
+    return pages.at[page, :, offset].set(new, mode="promise_in_bounds")
+
+
+def paged_attention(
+    query: Float[Array, "tokens heads head_dim"],
+    key_pages: Shaped[Array, "num_pages kv_heads page_size head_dim"],
+    value_pages: Shaped[Array, "num_pages kv_heads page_size head_dim"],
+    batch: PagedBatch,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Causal attention of each query over its row's tokens up to and including its own.
+
+    Slots that no token was written to may hold anything, NaN included; they never reach the result. Results of padding
+    queries are finite and mean nothing.
+
+    Args:
+        query: flat queries; `heads` is a multiple of `kv_heads` (grouped-query attention).
+        key_pages: keys in the dtype of `query`, or bfloat16 bit-cast to uint16 (`storage_dtype`).
+        value_pages: values, likewise.
+        batch: rows, lengths and tables.
+        scale: multiplies the scores, usually head_dim ** -0.5.
+        implementation: `xla` or `reference`; a named one never falls back. None takes the best for the platform.
+
+    Raises:
+        ValueError: shapes do not fit each other, or no such implementation.
+    """
+    tokens, heads, head_dim = query.shape
+    if key_pages.shape != value_pages.shape or key_pages.shape[3] != head_dim or heads % key_pages.shape[1]:
+        raise ValueError(
+            f"paged_attention: query {query.shape} needs key and value pages [num_pages, kv_heads, page_size, {head_dim}] with "
+            f"{heads} heads a multiple of kv_heads, got {key_pages.shape} and {value_pages.shape}"
+        )
+    if batch.decode and batch.kv_len.shape[0] != tokens:
+        raise ValueError(f"paged_attention: a decode batch of {batch.kv_len.shape[0]} rows has {tokens} queries, not one a row")
+    implementations: dict[str, Callable] = {"xla": xla.attention, "reference": reference.attention}
+    chosen = implementation or "xla"
+    if chosen not in implementations:
+        raise ValueError(f"paged_attention: no implementation {chosen!r}, there are {sorted(implementations)}")
+    return implementations[chosen](query, key_pages, value_pages, batch, scale=scale)

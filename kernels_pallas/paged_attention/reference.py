@@ -1,0 +1,31 @@
+"""Paged attention in a few plain lines, in float32: what every other implementation is held against. Slow, and dense."""
+
+import jax
+import jax.numpy as jnp
+
+
+def attention(query, key_pages, value_pages, batch, *, scale):
+    """See `api.paged_attention`. Materialises every row's whole context for every query."""
+    tokens, heads, head_dim = query.shape
+    _, kv_heads, page_size, _ = key_pages.shape
+    rows, pages_per_row = batch.block_tables.shape
+    context = pages_per_row * page_size
+
+    token = jnp.arange(tokens)
+    row = jnp.clip(jnp.searchsorted(batch.query_start, token, side="right") - 1, 0, rows - 1)
+    queries_before_end = batch.query_start[row + 1] - token
+    position = batch.kv_len[row] - queries_before_end
+
+    def rows_of(pages):
+        if pages.dtype == jnp.uint16:
+            pages = jax.lax.bitcast_convert_type(pages, jnp.bfloat16)
+        by_row = pages[batch.block_tables].swapaxes(2, 3).reshape(rows, context, kv_heads, head_dim)
+        return by_row.astype(jnp.float32)[row]
+
+    visible = jnp.arange(context)[None, :] <= position[:, None]
+    keys, values = rows_of(key_pages), jnp.where(visible[:, :, None, None], rows_of(value_pages), 0)
+    grouped = query.astype(jnp.float32).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("tkgd,tskd->tkgs", grouped, keys, precision="highest") * scale
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None, :], scores, -1e30), axis=-1)
+    out = jnp.einsum("tkgs,tskd->tkgd", weights, values, precision="highest")
+    return out.reshape(tokens, heads, head_dim).astype(query.dtype)

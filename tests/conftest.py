@@ -1,0 +1,10 @@
+"""Strict JAX for every test: no silent promotion, no silent broadcasting of ranks."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
