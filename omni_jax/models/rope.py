@@ -1,0 +1,97 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864), with the scalings of Llama 3 and YaRN (Peng et al., arXiv 2309.00071).
+
+The layout is Hugging Face's: the first half of a head is rotated with the second half, not neighbours with each other.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotation speeds of one head.
+
+    Attributes:
+        frequencies: radians per position of each pair, head_dim / 2 of them.
+        factor: multiplies cosines and sines (YaRN's attention temperature); 1 otherwise.
+    """
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+
+
+def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
+
+    Raises:
+        ValueError: a scaling that is not built, or a rotated dimension other than the whole head.
+    """
+    parameters = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rope with partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0")
+    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    factor = 1.0
+    if kind == "linear":
+        frequencies = frequencies / parameters["factor"]
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, parameters)
+    elif kind == "yarn":
+        frequencies, factor = _yarn(frequencies, parameters, theta, head_dim, config)
+    elif kind != "default":
+        raise ValueError(f"rope_type {kind!r} is not supported, only default, linear, llama3 and yarn")
+    return Rope(frequencies=tuple(float(f) for f in frequencies), factor=float(factor))
+
+
+def rotary(rope: Rope, positions: Int[Array, "tokens"]) -> tuple[Float[Array, "tokens 1 half"], Float[Array, "tokens 1 half"]]:
+    """Cosines and sines at `positions`, in float32: bfloat16 rounds position 257 to 256."""
+    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.frequencies, jnp.float32)[None, :]
+    return (jnp.cos(angle) * rope.factor)[:, None, :], (jnp.sin(angle) * rope.factor)[:, None, :]
+
+
+def rotate(
+    x: Float[Array, "tokens heads head_dim"], cos: Float[Array, "tokens 1 half"], sin: Float[Array, "tokens 1 half"]
+) -> Float[Array, "tokens heads head_dim"]:
+    """Rotates each head by its position."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _llama3(frequencies, parameters):
+    """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between blended by their wavelength."""
+    original = parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = original * frequencies / (2 * math.pi)  # full turns within the original context
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * keep + frequencies / parameters["factor"] * (1 - keep)
+
+
+def _yarn(frequencies, parameters, theta, head_dim, config):
+    """YaRN's "NTK by parts" (section 3.2) and attention factor (section 3.4)."""
+    original = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = parameters.get("factor") or config["max_position_embeddings"] / original
+
+    def pair_with(turns):
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_with(parameters.get("beta_fast") or 32), pair_with(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    slowed = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+
+    def magnitude(weight):
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention = parameters.get("attention_factor")
+    if attention is None:
+        mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        attention = magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    return frequencies / factor * slowed + frequencies * (1 - slowed), attention

@@ -1,0 +1,131 @@
+"""The decoder's dense logits against transformers', and weights that must not load."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from checkpoints.reader import Checkpoint, CheckpointError
+from omni_jax.models import load_weights, model_config
+from omni_jax.models.config import UnsupportedModel
+from omni_jax.models.decoder import project
+from tests import tiny
+from tests.goldens import make
+
+
+def dense(layer, query, key, value):
+    """Causal attention over one whole sequence: no pages, no tiles."""
+    tokens, heads, head_dim = query.shape
+    key, value = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
+    scores = jnp.einsum("qhd,khd->hqk", query, key) * head_dim**-0.5
+    visible = jnp.tril(jnp.ones((tokens, tokens), bool))[None]
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1), value)
+
+
+def dense_logits(directory, prompts):
+    checkpoint = Checkpoint(directory)
+    _, weights = load_weights(checkpoint, model_config(checkpoint.config), np.dtype(np.float32))
+
+    @jax.jit
+    def logits(leaves, tokens):
+        hidden = weights.merge(leaves)(tokens, jnp.arange(tokens.shape[0]), dense)
+        return project(hidden, weights.output_matrix, out_in=True)
+
+    return [np.asarray(logits(weights.leaves, jnp.asarray(prompt, jnp.int32))) for prompt in prompts]
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_logits_equal_transformers(variant, tmp_path):
+    golden = make.load(variant)
+    lengths = [1, 17, int(golden["scored_length"]), 150]
+    found = dense_logits(tiny.write_tiny(tmp_path, variant), [tiny.prompt(n) for n in lengths])
+    for length, logits in zip(lengths, found, strict=True):
+        row = golden["lengths"].tolist().index(length)
+        np.testing.assert_allclose(logits[-1], golden["logits"][row], atol=1e-4, rtol=0)
+    scored = found[2].astype(np.float64)
+    logsumexp = np.log(np.exp(scored - scored.max(-1, keepdims=True)).sum(-1)) + scored.max(-1)
+    np.testing.assert_allclose(logsumexp, golden["scored_logsumexp"], atol=1e-4)
+
+
+def test_sharded_checkpoint_gives_the_same_logits(tmp_path):
+    whole = dense_logits(tiny.write_tiny(tmp_path / "a", "qwen2"), [tiny.prompt(17)])[0]
+    shards = tiny.write_shards(tiny.write_tiny(tmp_path / "b", "qwen2"))
+    np.testing.assert_array_equal(dense_logits(shards, [tiny.prompt(17)])[0], whole)
+
+
+def edit_tensors(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def load(directory):
+    checkpoint = Checkpoint(directory)
+    return load_weights(checkpoint, model_config(checkpoint.config), np.dtype(np.float32))
+
+
+def test_ck_01_missing_and_extra_tensors_are_named(tmp_path):
+    def change(tensors):
+        tensors["model.layers.9.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)  # known, and harmless
+
+    with pytest.raises(CheckpointError) as error:
+        load(edit_tensors(tiny.write_tiny(tmp_path, "llama"), change))
+    assert "missing tensor model.layers.1.mlp.up_proj.weight" in str(error.value)
+    assert "tensor model.layers.9.mlp.up_proj.weight [128, 64] is not part of LlamaForCausalLM" in str(error.value)
+    assert "inv_freq" not in str(error.value)
+
+
+def test_wrong_shape_names_both(tmp_path):
+    def change(tensors):
+        tensors["model.layers.0.mlp.down_proj.weight"] = np.zeros((64, 100), np.float32)
+
+    with pytest.raises(CheckpointError, match=r"asks for \[64, 128\] .*down_proj.weight \[64, 100\]"):
+        load(edit_tensors(tiny.write_tiny(tmp_path, "llama"), change))
+
+
+@pytest.mark.parametrize(("tied", "head"), [(True, "equal"), (True, "different"), (False, "different")])
+def test_ck_03_head_and_tie_flag(tied, head, tmp_path, caplog):
+    """A head that is there is used; one equal to the embedding is the embedding; none is ever random."""
+    directory = tiny.write_tiny(tmp_path, "llama")
+    tensors = load_file(directory / "model.safetensors")
+    if head == "equal":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": tied}
+    (directory / "config.json").write_text(json.dumps(config))
+    loaded, weights = load(directory)
+    np.testing.assert_array_equal(np.asarray(weights.output_matrix), tensors["lm_head.weight"])
+    assert loaded.tie_word_embeddings == (head == "equal")
+    assert ("lm_head.weight differs" in caplog.text) == (tied and head == "different")
+
+
+def test_ck_03_untied_config_without_a_head_is_refused(tmp_path):
+    directory = edit_tensors(tiny.write_tiny(tmp_path, "llama"), lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match="missing tensor lm_head.weight.*tie_word_embeddings"):
+        load(directory)
+
+
+def test_unknown_architecture_lists_the_supported_ones():
+    with pytest.raises(UnsupportedModel, match="MambaForCausalLM.*LlamaForCausalLM.*Qwen2ForCausalLM.*Qwen3ForCausalLM"):
+        model_config({"architectures": ["MambaForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_act": "gelu"}, {"use_sliding_window": True}, {"rope_parameters": {"rope_type": "longrope"}}]
+)
+def test_what_is_not_computed_is_refused(change):
+    with pytest.raises(ValueError, match="not supported"):
+        model_config(tiny.config("qwen2") | change)
+
+
+def test_older_rope_spelling_is_the_same():
+    new = tiny.config("llama3")
+    old = {k: v for k, v in new.items() if k != "rope_parameters"}
+    old |= {"rope_theta": 10000.0, "rope_scaling": {k: v for k, v in new["rope_parameters"].items() if k != "rope_theta"}}
+    assert dataclasses.asdict(model_config(old)) == dataclasses.asdict(model_config(new))
