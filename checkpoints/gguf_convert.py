@@ -86,7 +86,7 @@ def convert_gguf(
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise FileExistsError(f"{out} is there already; name a directory that does not exist, or remove it first")
     metadata, tensors = _open(source)
-    config = _config(metadata, tensors) | {"dtype": dtype}
+    config = _config(metadata, tensors, dtype)
     targets = _targets(config, ARCHITECTURES[metadata.text("general.architecture")])
     _check_tensors(targets, tensors)
 
@@ -115,7 +115,7 @@ def _open(source: Path) -> tuple[Metadata, dict[str, ReaderTensor]]:
     return Metadata(reader.fields), {t.name: t for t in reader.tensors}
 
 
-def _config(metadata: Metadata, tensors: dict[str, ReaderTensor]) -> dict:
+def _config(metadata: Metadata, tensors: dict[str, ReaderTensor], dtype: str) -> dict:
     """config.json, or a CheckpointError for whatever would make it a different model."""
     name = metadata.text("general.architecture")
     if name not in ARCHITECTURES:
@@ -148,6 +148,7 @@ def _config(metadata: Metadata, tensors: dict[str, ReaderTensor]) -> dict:
         "bos_token_id": token_id(metadata, "bos"),
         "eos_token_id": token_id(metadata, "eos"),
         "pad_token_id": token_id(metadata, "padding"),
+        "dtype": dtype,
     }
 
 
@@ -258,7 +259,8 @@ def _write_weights(
     progress: Progress | None,
 ) -> None:
     """Writes a safetensors file (layout: safetensors_header.py), a chunk of rows at a time."""
-    header, total = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    total = 0
     for target in targets:
         begin, total = total, total + int(np.prod(target.shape)) * dtype.itemsize
         kind = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]

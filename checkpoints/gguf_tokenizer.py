@@ -5,6 +5,7 @@ merging it gives only as a name, `tokenizer.ggml.pre`. PRE_TOKENIZERS says what 
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from gguf import ReaderField
@@ -41,7 +42,7 @@ PRE_TOKENIZERS = {
     "llama-bpe": lambda: _split("{1,3}"),
 }
 
-_MISSING = object()
+_MISSING: Any = object()
 
 
 class Metadata:
@@ -54,7 +55,7 @@ class Metadata:
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 
-    def value(self, key: str, default=_MISSING):
+    def value(self, key: str, default=_MISSING) -> Any:
         if key not in self._fields:
             if default is _MISSING:
                 raise CheckpointError(f"the GGUF file lacks the metadata {key}")
@@ -77,7 +78,7 @@ class Metadata:
     def sequence(self, key: str) -> list:
         return self._typed(key, _MISSING, list, "an array")
 
-    def _typed(self, key, default, kind, wanted):
+    def _typed(self, key, default, kind, wanted) -> Any:
         value = self.value(key, default)
         if value is not default and not isinstance(value, kind):
             raise CheckpointError(f"the GGUF metadata {key} must be {wanted}, it is {str(value)[:80]!r}")

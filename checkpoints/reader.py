@@ -107,7 +107,7 @@ def check(directory: Path | str) -> str:
     lines = [
         f"{checkpoint.directory}: good",
         f"  architecture  {', '.join(config.get('architectures') or ['not stated'])}",
-        f"  weights       {len(tensors)} tensors in {len({info.file for info in tensors})} files, "
+        f"  weights       {len(tensors)} tensors in {len({info.file for info in tensors})} file(s), "
         f"{checkpoint.nbytes / 1e6:,.1f} MB",
         f"  parameters    {', '.join(f'{count:,} {dtype}' for dtype, count in dtypes.most_common())}",
         f"  context       {config.get('max_position_embeddings', 'not stated')} tokens",

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -155,5 +156,5 @@ def _tensor(name: str, entry, file: Path, label: str, start: int) -> tuple[Tenso
     return info, (offsets[0], offsets[1])
 
 
-def _sizes(value) -> bool:
+def _sizes(value) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)

@@ -67,7 +67,7 @@ def test_memory_stays_below_one_chunk_whatever_the_model(tmp_path, monkeypatch):
     assert weights["lm_head.weight"].nbytes == 1 << 24
     del weights
     parsed = gguf_convert._open(tmp_path / "model.gguf")  # parsing the metadata is the package's business
-    config = gguf_convert._config(*parsed)
+    config = gguf_convert._config(*parsed, "float32")
     targets = gguf_convert._targets(config, gguf_convert.ARCHITECTURES["llama"])
     tracemalloc.start()
     gguf_convert._write_weights(tmp_path / "w", targets, parsed[1], config["head_dim"], np.dtype(np.float32), None)
