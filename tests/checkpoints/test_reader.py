@@ -339,7 +339,7 @@ def test_check_reports_what_a_person_wants_to_know(single):
     report = check(single)
     tensors = tiny.weights(tiny.config("llama"))
     parameters = sum(tensor.size for tensor in tensors.values())
-    for text in ("LlamaForCausalLM", f"{parameters:,} float32", f"{len(tensors)} tensors in 1 file(s)", "[2, 0]", "1024"):
+    for text in ("LlamaForCausalLM", f"{parameters:,} float32", f"{len(tensors)} tensors in 1 file", "[2, 0]", "1024"):
         assert text in report
 
 
