@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from omni_jax.requests import Delta, Request, SamplingParams, TokenLogprob
+from omni_jax.requests import Request, SamplingParams, TokenLogprob
 from serving.errors import REQUEST_ID
-from serving.generation import Batch, generation
+from serving.generation import Batch, generation, merged
 from serving.logprobs import chat_logprobs, prompt_logprobs
 from serving.protocol import ChatRequest, Conversation, read_object, sampling_params, validate
 from serving.responses import (
@@ -48,7 +48,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     async with generation(server, [submitted]) as batches:
         if call.request.stream:
             return await serve_events(request, _chunks(server, call, batches))
-        return json_response(await _whole(server, call, batches))
+        deltas = [item async for batch in batches for item in batch]
+        return await server.in_thread(_whole, server, call, deltas)
 
 
 def render(server: Server, conversation: Conversation, body: dict[str, Any]) -> tuple[int, ...]:
@@ -78,38 +79,33 @@ def _prepare(server: Server, raw: bytes) -> _Call:
     )
 
 
-async def _whole(server: Server, call: _Call, batches: AsyncIterator[Batch]) -> ChatCompletion:
-    deltas: list[list[Delta]] = [[] for _ in range(call.params.n)]
-    async for batch in batches:
-        for _, delta in batch:
-            deltas[delta.index].append(delta)
-    generated = sum(len(delta.token_ids) for of_choice in deltas for delta in of_choice)
+def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:
+    whole = sorted((delta for _, delta in merged(deltas)), key=lambda delta: delta.index)
     completion = ChatCompletion(
         id=call.id,
         object="chat.completion",
         created=call.created,
         model=call.model,
-        choices=[_choice(server, call, index, of_choice) for index, of_choice in enumerate(deltas)],
-        usage=usage(len(call.prompt_ids), generated),
+        choices=[
+            ChatChoice(
+                index=delta.index,
+                message=ChatMessage(role="assistant", content=delta.text),
+                logprobs=_logprobs(server, call, delta.logprobs),
+                finish_reason=str(delta.finish_reason),
+                stop_reason=delta.stop_reason,
+            )
+            for delta in whole
+        ],
+        usage=usage(len(call.prompt_ids), sum(len(delta.token_ids) for delta in whole)),
     )
     if call.params.prompt_logprobs is not None:
         completion.prompt_logprobs = prompt_logprobs(
-            server.engine.tokenizer, deltas[0][0].prompt_logprobs, top=call.params.prompt_logprobs
+            server.engine.tokenizer, whole[0].prompt_logprobs, top=call.params.prompt_logprobs
         )
-    return completion
+    return json_response(completion)
 
 
-def _choice(server: Server, call: _Call, index: int, deltas: list[Delta]) -> ChatChoice:
-    return ChatChoice(
-        index=index,
-        message=ChatMessage(role="assistant", content="".join(delta.text for delta in deltas)),
-        logprobs=_logprobs(server, call, [item for delta in deltas for item in delta.logprobs]),
-        finish_reason=str(deltas[-1].finish_reason),
-        stop_reason=deltas[-1].stop_reason,
-    )
-
-
-def _logprobs(server: Server, call: _Call, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
+def _logprobs(server: Server, call: _Call, logprobs: tuple[TokenLogprob, ...]) -> ChatLogprobs | None:
     return chat_logprobs(server.engine.tokenizer, logprobs) if call.request.logprobs else None
 
 
@@ -144,7 +140,7 @@ async def _chunks(server: Server, call: _Call, batches: AsyncIterator[Batch]) ->
                 choice = ChatChunkChoice(
                     index=delta.index,
                     delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
-                    logprobs=_logprobs(server, call, list(delta.logprobs)) if delta.logprobs else None,
+                    logprobs=_logprobs(server, call, delta.logprobs) if delta.logprobs else None,
                     finish_reason=delta.finish_reason,
                 )
                 if delta.finish_reason:

@@ -67,6 +67,9 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM or SIGINT.")
     ] = 30.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log/--no-access-log", help="Log a line for each request.")
+    ] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model over HTTP, as OpenAI does."""
@@ -108,6 +111,7 @@ def serve(
             ),
             sock,
             shutdown_timeout=shutdown_timeout,
+            access_log=access_log,
         )
     except _expected_faults() as error:
         logging.getLogger(__name__).debug("start failed", exc_info=True)

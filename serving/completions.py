@@ -3,15 +3,16 @@
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 
 from aiohttp import web
 
 from omni_jax.requests import Delta, InvalidRequest, Request, SamplingParams, TokenLogprob
 from serving.errors import REQUEST_ID
-from serving.generation import Batch, generation
+from serving.generation import Batch, generation, merged
 from serving.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from serving.protocol import CompletionRequest, read_object, sampling_params, validate
-from serving.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, usage
+from serving.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, PromptLogprobs, Usage, usage
 from serving.state import SERVER, Server
 from serving.wire import header_safe, json_response, new_id, read_body, serve_events
 
@@ -63,7 +64,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     async with generation(server, submitted) as batches:
         if call.request.stream:
             return await serve_events(request, _chunks(server, call, batches))
-        return json_response(await _whole(server, call, batches))
+        deltas = [item async for batch in batches for item in batch]
+        return await server.in_thread(_whole, server, call, deltas)
 
 
 def _prepare(server: Server, raw: bytes) -> _Call:
@@ -123,7 +125,7 @@ class _Echo:
             )
         logprobs = self._logprobs(delta.logprobs, offset=len(prompt.text) if echo else 0)
         if first and logprobs is not None and (of_prompt := self._of_prompt[position]) is not None:
-            logprobs = joined([of_prompt, logprobs])
+            logprobs = joined(of_prompt, logprobs)
         choice = CompletionChoice(
             index=position * call.n + delta.index,
             text=prompt.text + delta.text if first and echo else delta.text,
@@ -142,39 +144,21 @@ class _Echo:
         )
 
 
-async def _whole(server: Server, call: _Call, batches: AsyncIterator[Batch]) -> CompletionResponse:
+def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:
     echo = _Echo(server, call)
-    parts: list[list[CompletionChoice]] = [[] for _ in range(len(call.prompts) * call.n)]
-    of_prompt: dict[int, tuple[TokenLogprob | None, ...]] = {}
-    generated = 0
-    async for batch in batches:
-        for position, delta in batch:
-            generated += len(delta.token_ids)
-            if delta.prompt_logprobs is not None:
-                of_prompt[position] = delta.prompt_logprobs
-            of_choice = parts[position * call.n + delta.index]
-            of_choice.append(echo.choice(position, delta, first=not of_choice))
-    choices = [_joined(of_choice) for of_choice in parts]
-    if call.request.prompt_logprobs is not None:
-        for position, logprobs in of_prompt.items():
-            shown = prompt_logprobs(server.engine.tokenizer, logprobs, top=call.request.prompt_logprobs)
-            for choice in choices[position * call.n : (position + 1) * call.n]:
-                choice.prompt_logprobs = shown
-    return call.response(choices, usage(call.prompt_tokens, generated))
-
-
-def _joined(parts: list[CompletionChoice]) -> CompletionChoice:
-    last = parts[-1]
-    choice = CompletionChoice(
-        index=last.index,
-        text="".join(part.text for part in parts),
-        logprobs=None,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
-    if of_parts := [part.logprobs for part in parts if part.logprobs is not None]:
-        choice.logprobs = joined(of_parts)
-    return choice
+    choices = []
+    of_prompt: PromptLogprobs | None = None
+    whole = sorted(merged(deltas), key=lambda item: (item[0], item[1].index))
+    for position, delta in whole:
+        choice = echo.choice(position, delta, first=True)
+        if call.request.prompt_logprobs is not None:
+            if delta.index == 0:
+                tokenizer, top = server.engine.tokenizer, call.request.prompt_logprobs
+                of_prompt = prompt_logprobs(tokenizer, delta.prompt_logprobs, top=top)
+            choice.prompt_logprobs = of_prompt
+        choices.append(choice)
+    generated = sum(len(delta.token_ids) for _, delta in whole)
+    return json_response(call.response(choices, usage(call.prompt_tokens, generated)))
 
 
 async def _chunks(
@@ -191,6 +175,10 @@ async def _chunks(
             opened.add((position, delta.index))
             if delta.text or delta.logprobs or delta.finish_reason or (first and call.request.echo):
                 counted = usage(call.prompt_tokens, generated) if call.request.usage_in_every_chunk else None
-                yield call.response([echo.choice(position, delta, first=first)], counted)
+                if first and call.request.echo:  # may hold the logprobs of a long prompt
+                    choice = await server.in_thread(partial(echo.choice, position, delta, first=True))
+                else:
+                    choice = echo.choice(position, delta, first=first)
+                yield call.response([choice], counted)
     if call.request.include_usage:
         yield call.response([], usage(call.prompt_tokens, generated))

@@ -61,7 +61,7 @@ async def _batches(arrived: asyncio.Queue, running: int) -> AsyncGenerator[Batch
         running -= len(ended)
         deltas = [item for item in waiting if not isinstance(item, asyncio.Task)]
         if good := [item for item in deltas if item[1].finish_reason not in ("error", "abort")]:
-            yield _merged(good)
+            yield merged(good)
         for _, delta in deltas:
             if delta.finish_reason == "error":
                 raise ApiError(500, delta.error or "the engine failed")
@@ -71,7 +71,7 @@ async def _batches(arrived: asyncio.Queue, running: int) -> AsyncGenerator[Batch
             task.result()
 
 
-def _merged(batch: Batch) -> Batch:
+def merged(batch: Batch) -> Batch:
     """One delta for each choice, in order of its first."""
     by_choice: dict[tuple[int, int], list[Delta]] = {}
     for position, delta in batch:

@@ -71,12 +71,12 @@ def echoed_logprobs(
     )
 
 
-def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     return CompletionLogprobs(
-        tokens=[item for part in parts for item in part.tokens],
-        token_logprobs=[item for part in parts for item in part.token_logprobs],
-        top_logprobs=[item for part in parts for item in part.top_logprobs],
-        text_offset=[item for part in parts for item in part.text_offset],
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
     )
 
 

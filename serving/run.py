@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
 
+from serving.server import OPEN_PATHS
 from serving.state import SERVER
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ def run_server(
     sock: socket.socket,
     *,
     shutdown_timeout: float = SHUTDOWN_TIMEOUT,
+    access_log: bool = True,
 ) -> int:
     """Loads the model, serves until SIGTERM or SIGINT, and returns the process's exit code.
 
@@ -77,9 +80,10 @@ def run_server(
         make_engine: builds the engine; called before the event loop runs.
         make_app: the app over the started engine.
         sock: from `bind`.
+        access_log: log a line for each request, those of probes and scrapers aside.
     """
     engine = make_engine()
-    return asyncio.run(_serve(engine, make_app, sock, shutdown_timeout))
+    return asyncio.run(_serve(engine, make_app, sock, shutdown_timeout, access_log))
 
 
 async def _serve(
@@ -87,10 +91,17 @@ async def _serve(
     make_app: Callable[["AsyncEngine"], web.Application],
     sock: socket.socket,
     shutdown_timeout: float,
+    access_log: bool,
 ) -> int:
     await engine.start()
     app = make_app(engine)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_LAST_WORDS)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=_LAST_WORDS,
+        access_log=logger if access_log else None,
+        access_log_class=_AccessLogger,
+    )
     await runner.setup()
     stop = _signal_event()
     try:
@@ -115,6 +126,14 @@ async def _serve(
     if code:
         _leave(code)  # its thread would keep the process alive
     return code
+
+
+class _AccessLogger(AbstractAccessLogger):
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        if request.path not in OPEN_PATHS:
+            name = response.headers.get("X-Request-Id")
+            what = f"{request.method} {request.path!r}"
+            self.logger.info("%s %s: %d in %.3f s (%s)", request.remote, what, response.status, time, name)
 
 
 def _signal_event() -> asyncio.Event:

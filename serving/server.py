@@ -170,10 +170,10 @@ def _card(server: Server, name: str) -> ModelCard:
 
 async def _tokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    return json_response(await server.in_thread(_tokenized, server, await read_body(request)))
+    return await server.in_thread(_tokenized, server, await read_body(request))
 
 
-def _tokenized(server: Server, raw: bytes) -> Tokenized:
+def _tokenized(server: Server, raw: bytes) -> web.Response:
     tokenizer = server.engine.tokenizer
     body = read_object(raw)
     if body.get("messages") is not None:
@@ -184,24 +184,27 @@ def _tokenized(server: Server, raw: bytes) -> Tokenized:
         asked = validate(TokenizeRequest, body)
         server.model_name(asked.model)
         tokens = tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-    return Tokenized(
-        count=len(tokens),
-        max_model_len=server.engine.info.max_model_len,
-        tokens=tokens,
-        token_strs=[tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None,
+    return json_response(
+        Tokenized(
+            count=len(tokens),
+            max_model_len=server.engine.info.max_model_len,
+            tokens=tokens,
+            token_strs=[tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None,
+        )
     )
 
 
 async def _detokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    return json_response(await server.in_thread(_detokenized, server, await read_body(request)))
+    return await server.in_thread(_detokenized, server, await read_body(request))
 
 
-def _detokenized(server: Server, raw: bytes) -> Detokenized:
+def _detokenized(server: Server, raw: bytes) -> web.Response:
     asked = validate(DetokenizeRequest, read_object(raw))
     server.model_name(asked.model)
     size = server.engine.info.vocab_size
     for token in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
         if not 0 <= token < size:
             raise InvalidRequest(f"tokens names id {token}, but the vocabulary has {size} tokens", param="tokens")
-    return Detokenized(prompt=server.engine.tokenizer.decode(asked.tokens, skip_special_tokens=False))
+    text = server.engine.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+    return json_response(Detokenized(prompt=text))

@@ -5,6 +5,7 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncGenerator
+from typing import TypeGuard
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -32,7 +33,7 @@ async def read_body(request: web.Request) -> bytes:
         raise ApiError(413, f"the body is larger than the {limit} bytes this server accepts") from None
 
 
-def header_safe(name: str | None) -> bool:
+def header_safe(name: str | None) -> TypeGuard[str]:
     """Whether a client's request id can be sent back in a header."""
     return name is not None and _HEADER_SAFE.fullmatch(name) is not None
 
@@ -43,6 +44,7 @@ def new_id(prefix: str) -> str:
 
 
 def json_response(model: BaseModel) -> web.Response:
+    """Needs no event loop: a large one is made in a thread."""
     return web.Response(text=model.model_dump_json(exclude_unset=True), content_type="application/json")
 
 

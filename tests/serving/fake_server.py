@@ -1,6 +1,7 @@
-"""`python -m tests.serving.fake_server PORT DRAIN_SECONDS`: the real run_server over a fake engine.
+"""`python -m tests.serving.fake_server PORT DRAIN_SECONDS [free]`: the real run_server over a fake engine.
 
-Every choice waits after its first token until SIGUSR1. "loading" on standard output says that the engine was made.
+Unless it is free, every choice waits after its first token until SIGUSR1. "loading" on standard output says that the
+engine was made.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ class HeldEngine(FakeEngine):
 
 def make_engine() -> FakeEngine:
     print("loading", flush=True)  # noqa: T201
-    return HeldEngine()
+    return FakeEngine() if "free" in sys.argv else HeldEngine()
 
 
 def main() -> int:

@@ -51,8 +51,13 @@ def served(monkeypatch, invoke):
     engine.AsyncEngine = make
     monkeypatch.setitem(sys.modules, "omni_jax.engine.async_engine", engine)
 
-    def run_server(make_engine, make_app, sock, *, shutdown_timeout):
-        seen.update(server=make_app(make_engine())[SERVER], port=sock.getsockname()[1], timeout=shutdown_timeout)
+    def run_server(make_engine, make_app, sock, *, shutdown_timeout, access_log):
+        seen.update(
+            server=make_app(make_engine())[SERVER],
+            port=sock.getsockname()[1],
+            timeout=shutdown_timeout,
+            access_log=access_log,
+        )
         return 0
 
     monkeypatch.setattr(run, "run_server", run_server)
@@ -106,7 +111,7 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
     assert served["config"].given == {"model_dir": tmp_path}
     assert served["server"].names == (tmp_path.name,)
-    assert served["timeout"] == 30
+    assert (served["timeout"], served["access_log"]) == (30, True)
     flags = {
         "max_model_len": 100,
         "max_num_seqs": 4,
@@ -121,12 +126,12 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
     }
     arguments = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
     arguments += ["--served-model-name", "a", "--served-model-name", "b", "--max-body-size", "77", "--port", "0"]
-    result = invoke("serve", str(tmp_path), *arguments, "--shutdown-timeout", "1.5")
+    result = invoke("serve", str(tmp_path), *arguments, "--shutdown-timeout", "1.5", "--no-access-log")
     assert result.exit_code == 0, result.output
     assert served["config"].given == flags | {"model_dir": tmp_path}
     assert served["server"].names == ("a", "b")
     assert served["server"].max_body_size == 77
-    assert served["timeout"] == 1.5
+    assert (served["timeout"], served["access_log"]) == (1.5, False)
 
 
 def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatch):

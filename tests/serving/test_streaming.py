@@ -6,7 +6,7 @@ import json
 import pytest
 
 from omni_jax.requests import Delta, TokenLogprob
-from serving.generation import _merged
+from serving.generation import merged
 from tests.serving.conftest import serving
 
 CHAT = "/v1/chat/completions"
@@ -146,7 +146,7 @@ def test_waiting_deltas_become_one_for_each_choice():
         return Delta(request_id="r", index=index, text=text, token_ids=(len(text),), logprobs=(logprob,), **more)
 
     batch = [(0, delta(0, "a")), (0, delta(1, "bb")), (1, delta(0, "z")), (0, delta(0, "cc", finish_reason="length"))]
-    first, second, third = _merged(batch)
+    first, second, third = merged(batch)
     assert (first[0], first[1].text, first[1].token_ids, first[1].finish_reason) == (0, "acc", (1, 2), "length")
     assert len(first[1].logprobs) == 2
     assert second == (0, batch[1][1])

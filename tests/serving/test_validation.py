@@ -110,6 +110,12 @@ async def test_api_06_numbers_that_are_not_finite(client, engine):
         await refused(
             client, COMPLETIONS, f'{{"prompt": "a", "logit_bias": {{"3": {value}}}}}'.encode(), match="finite"
         )
+    # Where no type says what a number may be, the reader still refuses what is not JSON.
+    for value in ("NaN", "-Infinity", "1e400"):
+        raw = f'{{"prompt": "a", "user": [{value}], "x": {value}}}'
+        await refused(client, COMPLETIONS, raw.encode(), match="finite")
+        raw = f'{{"messages": [{{"role": "user", "content": "a"}}], "chat_template_kwargs": {{"x": {value}}}}}'
+        await refused(client, CHAT, raw.encode(), match="finite")
     assert len(engine.requests) == seen
 
 
