@@ -1,0 +1,1 @@
+"""The loop: requests in, steps out, deltas back."""

@@ -68,7 +68,9 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModel(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
     switches = dict(ARCHITECTURES[architecture])
     if architecture == "LlamaForCausalLM" and config.get("attention_bias"):
-        raise UnsupportedModel("LlamaForCausalLM with attention_bias=true is not supported (its output projection has one too)")
+        raise UnsupportedModel(
+            "LlamaForCausalLM with attention_bias=true is not supported (its output projection has one too)"
+        )
     if architecture == "Qwen3ForCausalLM" and config.get("attention_bias"):
         raise UnsupportedModel("Qwen3ForCausalLM with attention_bias=true is not supported")
     return ModelConfig(

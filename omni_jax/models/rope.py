@@ -36,7 +36,9 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope with partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0")
+        raise ValueError(
+            f"rope with partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0"
+        )
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     factor = 1.0
     if kind == "linear":
@@ -50,7 +52,9 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
     return Rope(frequencies=tuple(float(f) for f in frequencies), factor=float(factor))
 
 
-def rotary(rope: Rope, positions: Int[Array, "tokens"]) -> tuple[Float[Array, "tokens 1 half"], Float[Array, "tokens 1 half"]]:
+def rotary(
+    rope: Rope, positions: Int[Array, "tokens"]
+) -> tuple[Float[Array, "tokens 1 half"], Float[Array, "tokens 1 half"]]:
     """Cosines and sines at `positions`, in float32: bfloat16 rounds position 257 to 256."""
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.frequencies, jnp.float32)[None, :]
     return (jnp.cos(angle) * rope.factor)[:, None, :], (jnp.sin(angle) * rope.factor)[:, None, :]

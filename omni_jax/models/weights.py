@@ -93,7 +93,9 @@ def _settle_head(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     if config.tie_word_embeddings and present:
         head, embed = checkpoint.read("lm_head.weight"), checkpoint.read("model.embed_tokens.weight")
         if head.shape != embed.shape or not np.array_equal(head, embed):
-            logger.warning("config.json ties the output to the embedding, but lm_head.weight differs: using lm_head.weight")
+            logger.warning(
+                "config.json ties the output to the embedding, but lm_head.weight differs: using lm_head.weight"
+            )
             return dataclasses.replace(config, tie_word_embeddings=False)
     return config
 
@@ -106,7 +108,10 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, sources) -> None:
     faults = [f"missing tensor {name}" for name in sorted(wanted - given)]
     if "lm_head.weight" in wanted - given:
         faults.append("config.json has tie_word_embeddings=false: set it to true if the output is the embedding")
-    faults += [f"tensor {name} {list(checkpoint.tensors[name].shape)} is not part of {config.architecture}" for name in sorted(given - wanted)]
+    faults += [
+        f"tensor {name} {list(checkpoint.tensors[name].shape)} is not part of {config.architecture}"
+        for name in sorted(given - wanted)
+    ]
     if faults:
         raise CheckpointError(faults)
 
@@ -119,7 +124,9 @@ def _assemble(checkpoint, name, tensors, transposed, shape, dtype) -> np.ndarray
     if found != tuple(shape) or any(p.shape[1:] != parts[0].shape[1:] for p in parts):
         given = ", ".join(f"{tensor} {list(part.shape)}" for tensor, part in zip(tensors, parts, strict=True))
         expected = list(shape[::-1] if transposed else shape)
-        raise CheckpointError([f"{name}: the config asks for {expected} from {len(parts)} tensor(s), the checkpoint has {given}"])
+        raise CheckpointError(
+            [f"{name}: the config asks for {expected} from {len(parts)} tensor(s), the checkpoint has {given}"]
+        )
     out = np.empty(shape, dtype)
     start = 0
     for part in parts:

@@ -4,6 +4,7 @@ from omni_jax.requests.errors import EngineError, InvalidRequest, Unavailable
 from omni_jax.requests.outputs import Completion, Delta, RequestOutput, TokenLogprob
 from omni_jax.requests.request import Request
 from omni_jax.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from omni_jax.requests.sequence import Sequence
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -14,6 +15,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "Sequence",
     "TokenLogprob",
     "Unavailable",
 ]

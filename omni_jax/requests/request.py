@@ -18,5 +18,5 @@ class Request:
 
     id: str
     prompt_ids: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams
     arrival: float = 0.0

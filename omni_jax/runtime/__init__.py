@@ -1,0 +1,5 @@
+"""Turns a step plan into compiled calls. Knows slots, blocks and buckets; knows nothing of requests."""
+
+from omni_jax.runtime.runner import Runner, RunnerConfig, StepResult
+
+__all__ = ["Runner", "RunnerConfig", "StepResult"]

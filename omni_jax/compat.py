@@ -1,0 +1,56 @@
+"""Everything that depends on the JAX version or reaches for something JAX does not promise, in one place."""
+
+import contextlib
+import threading
+from pathlib import Path
+
+import jax
+
+_lock = threading.Lock()
+_counts = {"compiled": 0, "cache_hits": 0}
+_listening = False
+
+
+def count_compilations() -> None:
+    """Starts counting; calling it again does nothing. JAX's listeners are per process, and so are the counts."""
+    global _listening
+    with _lock:
+        if _listening:
+            return
+        _listening = True
+
+    def on_duration(event: str, seconds: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            with _lock:
+                _counts["compiled"] += 1
+
+    def on_event(event: str, **_) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            with _lock:
+                _counts["cache_hits"] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
+    jax.monitoring.register_event_listener(on_event)
+
+
+def compilations() -> int:
+    """Programs this process has compiled or fetched from the compilation cache since `count_compilations`."""
+    return _counts["compiled"]
+
+
+def cache_hits() -> int:
+    """How many of them came from the compilation cache."""
+    return _counts["cache_hits"]
+
+
+def use_compilation_cache(directory: Path) -> None:
+    """Keeps every compiled program under `directory`, small and quick ones too."""
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def no_tracing() -> contextlib.AbstractContextManager:
+    """Within it, in this thread, anything that would trace a function raises."""
+    return jax.no_tracing()

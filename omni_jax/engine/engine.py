@@ -1,0 +1,273 @@
+"""The engine: one thread's worth of work, one step ahead of what it has read."""
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import random
+import time
+
+import numpy as np
+
+from omni_jax import compat
+from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.detokenizer import Detokenizer
+from omni_jax.engine.loading import Progress, load
+from omni_jax.engine.stats import EngineStats
+from omni_jax.memory import BlockPool
+from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, Sequence, TokenLogprob
+from omni_jax.runtime import StepResult
+from omni_jax.scheduling import Accepted, Scheduler, SchedulerConfig
+from omni_jax.scheduling.scheduler import output_room
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILURES = 2  # steps in a row that may raise before the engine gives up
+
+
+class Engine:
+    """Runs requests to their end. Not thread-safe: one thread calls it (AsyncEngine has one; LLM is one).
+
+    Attributes:
+        info: what it serves.
+        tokenizer: the model's tokenizer.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+        loaded = load(config, progress)
+        self.config, self.info, self.tokenizer = config, loaded.info, loaded.tokenizer
+        self._runner = loaded.runner
+        self._pool = BlockPool(self.info.num_blocks, self.info.block_size)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=self.info.max_num_seqs,
+                max_num_batched_tokens=self.info.max_num_batched_tokens,
+                max_model_len=self.info.max_model_len,
+                buckets=loaded.runner_config.buckets,
+                eos_token_ids=loaded.eos_token_ids,
+            ),
+            self._pool,
+        )
+        self._random = random.Random(config.seed)
+        self._detokenizers: dict[Sequence, Detokenizer] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
+        self._prefilled: set[str] = set()
+        self._in_flight: collections.deque[StepResult] = collections.deque()
+        self._failures = 0
+        self._stats = EngineStats()
+        self._gaps: collections.deque[float] = collections.deque(maxlen=1024)
+        self._seconds: collections.deque[float] = collections.deque(maxlen=1024)
+        self._last_ready = time.perf_counter()
+        self._compiled_at_start = compat.compilations()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest when the request can never run. Touches nothing; any thread may call it."""
+        request.params.check_vocabulary(self.info.vocab_size)
+        output_room(request, self.info.max_model_len)
+        worst = max(request.prompt_ids)
+        if worst >= self.info.vocab_size or min(request.prompt_ids) < 0:
+            raise InvalidRequest(
+                f"the prompt has token ids outside the vocabulary (0 to {self.info.vocab_size - 1})", param="prompt"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidRequest: it can never run, or its id is in use.
+        """
+        self.check(request)
+        if request.params.seed is None:
+            # A request without a seed gets one of its own here, so that two of them differ and each survives preemption.
+            params = dataclasses.replace(request.params, seed=self._random.getrandbits(63))
+            request = dataclasses.replace(request, params=params)
+        for sequence in self._scheduler.add(request):
+            self._detokenizers[sequence] = Detokenizer(self.tokenizer, request.params)
+        if request.params.prompt_logprobs is not None:
+            self._prompt_logprobs[request.id] = [None]
+
+    def abort(self, request_id: str) -> list[Delta]:
+        """Ends a request; its last deltas. Nothing of it runs in the next step. An unknown id is no error."""
+        return [self._ended(sequence) for sequence in self._scheduler.abort(request_id)]
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.num_live > 0 or bool(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Delta]:
+        """Dispatches the next step, then reads the one before it. Returns what that made visible.
+
+        Raises:
+            EngineError: steps keep failing; every live request has ended with an error, see `fail`.
+        """
+        with compat.no_tracing() if self.config.forbid_tracing else contextlib.nullcontext():
+            try:
+                deltas = self._advance()
+            except Exception as error:  # the engine's outermost loop: a failed step must not take the requests with it
+                logger.exception("step failed")
+                self._failures += 1
+                if self._failures >= MOST_FAILURES:
+                    raise EngineError(f"{self._failures} steps in a row failed, the last with {type(error).__name__}") from error
+                self._recover()
+                return []
+        return deltas
+
+    def _advance(self) -> list[Delta]:
+        plan = self._scheduler.plan(time.perf_counter())
+        if plan is not None:
+            result = self._runner.dispatch(plan)
+            self._in_flight.append(result)
+            self._stats.steps += 1
+            self._stats.real_tokens += plan.num_tokens
+            self._stats.padded_tokens += plan.size - plan.num_tokens
+        if not self._in_flight or (plan is not None and len(self._in_flight) == 1):
+            return []
+        return self._read(self._in_flight.popleft())
+
+    def _read(self, result: StepResult) -> list[Delta]:
+        sampled, scored = result.read()
+        ready = time.perf_counter()
+        self._seconds.append(ready - max(self._last_ready, result.dispatched))
+        if self._in_flight:
+            self._gaps.append(max(0.0, self._in_flight[0].dispatched - ready))
+        self._last_ready = ready
+        self._failures = 0
+
+        rows = iter(sampled if sampled is not None else ())
+        by_row = [next(rows) if row.sample else None for row in result.plan.rows]
+        tokens = [None if found is None else int(found[0]) for found in by_row]
+        offsets = np.cumsum([0] + [row.count for row in result.plan.rows])
+        deltas = []
+        for accepted in self._scheduler.commit(result.plan, tokens):
+            row = accepted.row
+            if row.score and scored is not None:
+                at = int(offsets[accepted.index])
+                self._collect_prompt_logprobs(accepted, scored[at : at + row.count])
+            delta = self._delta(accepted, by_row[accepted.index])
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _recover(self) -> None:
+        """A step that raised has lost the donated pool: start from fresh arrays, and compute again what ran."""
+        self._in_flight.clear()
+        self._scheduler.reset()
+        self._runner.reset()
+
+    def fail(self, message: str) -> list[Delta]:
+        """Ends every live request with an error."""
+        deltas = []
+        self._in_flight.clear()
+        for sequence in list(self._detokenizers):
+            self._scheduler.finish(sequence, "error")
+            deltas.append(self._ended(sequence, error=message))
+        return deltas
+
+    # -- what clients see ---------------------------------------------------------------------------------------------
+
+    def _delta(self, accepted: Accepted, found: np.ndarray | None) -> Delta | None:
+        sequence, token = accepted.row.sequence, accepted.token
+        params = sequence.request.params
+        if sequence.finish_reason == "error":
+            self._stats.corrupted_requests += 1
+            return self._ended(sequence, error="the model produced logits that are not numbers")
+        if token is None:
+            return self._ended(sequence) if sequence.finish_reason is not None else None
+        self._stats.generation_tokens += 1
+        logprob = None
+        if params.logprobs is not None and found is not None:
+            logprob = token_logprob(found, params.logprobs)
+        text, logprobs = "", ()
+        ended_by_token = sequence.finish_reason == "stop"
+        if not ended_by_token:
+            piece = self._detokenizers[sequence].push(token, logprob)
+            text, logprobs = piece.text, piece.logprobs
+            if piece.stopped is not None:
+                self._stop(sequence, piece.stopped)
+        if sequence.finish_reason is not None:
+            return self._ended(sequence, text=text, token_ids=(token,), logprobs=logprobs)
+        return Delta(
+            request_id=sequence.request.id,
+            index=sequence.index,
+            text=text,
+            token_ids=(token,),
+            logprobs=logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(sequence),
+        )
+
+    def _stop(self, sequence: Sequence, stop: str) -> None:
+        """A stop string: overrules an end by length that the same token brought."""
+        self._scheduler.finish(sequence, "stop", stop)
+        sequence.finish_reason, sequence.stop_reason = "stop", stop
+
+    def _ended(self, sequence: Sequence, *, text="", token_ids=(), logprobs=(), error=None) -> Delta:
+        """The last delta of a sequence, with what its detokenizer held back."""
+        rest = self._detokenizers.pop(sequence).finish()
+        assert sequence.finish_reason is not None
+        self._stats.requests_finished[sequence.finish_reason] += 1
+        delta = Delta(
+            request_id=sequence.request.id,
+            index=sequence.index,
+            text=text + rest.text,
+            token_ids=token_ids,
+            logprobs=logprobs + rest.logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(sequence),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=error,
+        )
+        if not self._scheduler.has(sequence.request.id):
+            self._prompt_logprobs.pop(sequence.request.id, None)
+            self._prefilled.discard(sequence.request.id)
+        return delta
+
+    def _collect_prompt_logprobs(self, accepted: Accepted, scored: np.ndarray) -> None:
+        """Takes the logprobs of prompt tokens start+1 and on, those that an earlier, preempted run took already left out."""
+        row = accepted.row
+        request = row.sequence.request
+        taken = self._prompt_logprobs[request.id]
+        wanted = request.params.prompt_logprobs
+        assert wanted is not None
+        for position in range(len(taken) - 1, min(row.start + row.count, row.sequence.num_prompt - 1)):
+            taken.append(token_logprob(scored[position - row.start], wanted))
+
+    def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+        """Handed out once, with the first delta of the first continuation. Also where a request's prefill is counted."""
+        request = sequence.request
+        if sequence.index or request.id in self._prefilled:
+            return None
+        self._prefilled.add(request.id)
+        self._stats.prompt_tokens += sequence.num_prompt
+        found = self._prompt_logprobs.pop(request.id, None)
+        return None if found is None else tuple(found)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; any thread may call it."""
+        return dataclasses.replace(
+            self._stats,
+            num_requests_running=len(self._scheduler.running),
+            num_requests_waiting=len(self._scheduler.waiting),
+            kv_cache_usage=self._pool.usage,
+            num_preemptions=self._scheduler.num_preemptions,
+            compiles_after_warmup=compat.compilations() - self._compiled_at_start,
+            requests_finished=dict(self._stats.requests_finished),
+            host_gap_seconds=tuple(self._gaps),
+            step_seconds=tuple(self._seconds),
+        )
+
+
+def token_logprob(found: np.ndarray, top: int) -> TokenLogprob:
+    """A row of a head's result (functions.head) as a TokenLogprob with `top` alternatives."""
+    alternatives = (len(found) - 2) // 2
+    floats = found.view(np.float32)
+    ids = found[2 : 2 + top].tolist()
+    logprobs = floats[2 + alternatives : 2 + alternatives + top].tolist()
+    return TokenLogprob(token_id=int(found[0]), logprob=float(floats[1]), top=tuple(zip(ids, logprobs, strict=True)))

@@ -1,0 +1,217 @@
+"""From a model directory to a runner: dtype, limits, the size of the KV cache."""
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.reader import Checkpoint
+from omni_jax import compat
+from omni_jax.engine.config import EngineConfig, EngineInfo
+from omni_jax.inputs import Tokenizer
+from omni_jax.models import ModelConfig, Weights, load_weights, model_config
+from omni_jax.runtime import Runner, RunnerConfig
+from omni_jax.runtime.state import block_bytes, round_pages
+from omni_jax.scheduling import default_buckets
+
+logger = logging.getLogger(__name__)
+
+# (stage, done, total, detail): stages are "load" (bytes) and "compile" (executables).
+Progress = Callable[[str, int, int, str], None]
+
+GIB = 1 << 30
+DEFAULT_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Everything an engine is made of."""
+
+    info: EngineInfo
+    tokenizer: Tokenizer
+    runner: Runner
+    runner_config: RunnerConfig
+    eos_token_ids: frozenset[int]
+
+
+def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """Loads, sizes and compiles.
+
+    Raises:
+        CheckpointError, UnsupportedModel: the directory is not usable.
+        ValueError: the settings do not fit the model or the memory; the numbers are in the message.
+    """
+    report = progress or (lambda *_: None)
+    compat.use_compilation_cache(Path(config.compilation_cache_dir or _default_cache()))
+    compat.count_compilations()
+    device = jax.devices()[0]
+    checkpoint = Checkpoint(config.model_dir)
+    tokenizer = Tokenizer.from_directory(Path(config.model_dir), chat_template=config.chat_template)
+    dtype = _dtype(config.dtype, model_config(checkpoint.config).dtype)
+    model, weights = load_weights(
+        checkpoint,
+        model_config(checkpoint.config),
+        dtype,
+        device=device,
+        progress=lambda name, done, total: report("load", done, total, name),
+    )
+    logger.info("device %s; %s weights %.2f GB in %s", device.device_kind, model.architecture, weights.nbytes / 1e9, dtype)
+
+    generation = checkpoint.generation_config
+    eos_token_ids = _eos(generation, checkpoint.config, tokenizer)
+    runner_config, num_blocks = _size(config, model, weights, device, dtype, eos_token_ids)
+    runner = Runner(model, weights, runner_config, device)
+
+    compiled, hits, begin = compat.compilations(), compat.cache_hits(), time.perf_counter()
+
+    def compiled_one(executable, done, total):
+        name = " ".join(map(str, executable.key))
+        logger.info("compiled %-16s %6.2f s", name, executable.seconds)
+        report("compile", done, total, name)
+
+    executables = runner.start(compiled_one)
+    seconds, hits = time.perf_counter() - begin, compat.cache_hits() - hits
+    logger.info(
+        "%d executables ready in %.1f s, %d of %d programs from the compilation cache",
+        len(executables),
+        seconds,
+        hits,
+        compat.compilations() - compiled,
+    )
+    info = EngineInfo(
+        model_dir=str(config.model_dir),
+        architecture=model.architecture,
+        device=device.device_kind,
+        dtype=str(dtype),
+        vocab_size=model.vocab_size,
+        max_model_len=runner_config.max_model_len,
+        max_num_seqs=runner_config.max_num_seqs,
+        max_num_batched_tokens=_budget(config, device, runner_config.max_num_seqs),
+        default_sampling=_default_sampling(generation) if config.generation_config == "auto" else {},
+        num_blocks=num_blocks,
+        block_size=runner_config.block_size,
+        kv_cache_bytes=runner_config.num_pages * block_bytes(model, block_size=runner_config.block_size, dtype=dtype),
+        weight_bytes=weights.nbytes,
+        executables=tuple((" ".join(map(str, key)), e.seconds) for key, e in executables.items()),
+        compile_seconds=seconds,
+        cache_hits=hits,
+    )
+    return Loaded(
+        info=info, tokenizer=tokenizer, runner=runner, runner_config=runner_config, eos_token_ids=eos_token_ids
+    )
+
+
+def _size(config, model, weights, device, dtype, eos_token_ids) -> tuple[RunnerConfig, int]:
+    """Limits of the batch and the number of usable blocks."""
+    on_cpu = device.platform == "cpu"
+    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
+    budget = _budget(config, device, max_num_seqs)
+    if budget < max_num_seqs:
+        raise ValueError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs})")
+    block_size = config.block_size or (32 if on_cpu else 16)
+    wanted = config.max_model_len or model.max_position_embeddings
+    if wanted > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {wanted} is more than the {model.max_position_embeddings} positions the model was made for"
+        )
+    buckets = default_buckets(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        smallest_decode=2 if on_cpu and dtype == jnp.bfloat16 else 1,
+        overhead=16 if on_cpu else 256,
+    )
+    sizes = RunnerConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=wanted,
+        block_size=block_size,
+        num_pages=0,
+        buckets=buckets,
+        dtype=dtype,
+        eos_token_ids=eos_token_ids,
+    )
+    per_block = block_bytes(model, block_size=block_size, dtype=dtype)
+    memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, device)
+    most = max_num_seqs * -(-wanted // block_size) + 1
+    num_blocks = num_pages = min(memory // per_block, most)
+    if num_pages >= 2:
+        num_blocks = num_pages = round_pages(num_pages)
+    held = (num_blocks - 1) * block_size
+    if held < (config.max_model_len or 1):
+        needed = (-(-wanted // block_size) + 1) * per_block
+        raise ValueError(
+            f"a KV cache of {memory:,} bytes holds {max(0, held)} tokens, max_model_len is {wanted}: give "
+            f"--kv-cache-memory-bytes {needed} or more, or lower --max-model-len"
+        )
+    max_model_len = min(wanted, held)
+    if max_model_len < wanted:
+        logger.warning("max_model_len is %d, all the KV cache holds; the model knows %d positions", max_model_len, wanted)
+    logger.info(
+        "KV cache: %d blocks of %d tokens = %d tokens, %.2f GB, %.1f sequences of %d tokens",
+        num_blocks - 1,
+        block_size,
+        held,
+        num_pages * per_block / 1e9,
+        held / max_model_len,
+        max_model_len,
+    )
+    return dataclasses.replace(sizes, num_pages=num_pages, max_model_len=max_model_len), num_blocks
+
+
+def _budget(config: EngineConfig, device, max_num_seqs: int) -> int:
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    return max(512 if device.platform == "cpu" else 8192, max_num_seqs)
+
+
+def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, sizes: RunnerConfig, device) -> int:
+    if device.platform == "cpu":
+        return min(2 * GIB, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    limit = device.memory_stats()["bytes_limit"]
+    total = int(limit / config.gpu_memory_utilization)  # the allocator was given that share before JAX was imported
+    probe = Runner(model, weights, dataclasses.replace(sizes, num_pages=16), device)
+    largest = probe.jobs()[0]
+    compiled = jax.jit(largest.function, donate_argnums=largest.donate).lower(*largest.arguments).compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    left = limit - weights.nbytes - temporaries
+    if left <= 0:
+        raise ValueError(
+            f"no room for a KV cache: the device has {total:,} bytes, {config.gpu_memory_utilization} of which are "
+            f"{limit:,}; weights take {weights.nbytes:,} and temporaries {temporaries:,}"
+        )
+    return left
+
+
+def _dtype(asked: str, stored: str) -> np.dtype:
+    if asked not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"dtype must be auto, float32 or bfloat16, got {asked!r}")
+    chosen = asked if asked != "auto" else stored.removeprefix("torch.")
+    if chosen == "float16":
+        logger.info("the checkpoint is float16, which this engine computes as bfloat16")
+        chosen = "bfloat16"
+    return np.dtype(jnp.dtype(chosen))
+
+
+def _eos(generation: dict, config: dict, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every id that ends a text: those of generation_config.json, else of config.json, else the tokenizer's."""
+    for found in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer.eos_token_id):
+        if found is not None:
+            return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()
+
+
+def _default_sampling(generation: dict) -> dict[str, Any]:
+    """Sampling defaults of the model; one that says it does not sample has none."""
+    if generation.get("do_sample") is False:
+        return {}
+    return {name: generation[name] for name in DEFAULT_SAMPLING if generation.get(name) is not None}
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-jax" / "xla"

@@ -1,0 +1,72 @@
+"""One continuation of a request, while it is being computed."""
+
+import dataclasses
+
+from omni_jax.requests.outputs import FinishReason
+from omni_jax.requests.request import Request
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Sequence:
+    """What the scheduler knows of one continuation.
+
+    Tokens are `known` (the host has read them) or `pending` (sampled on the device, not read yet). `computed` of them have
+    their keys and values in the cache. Prefill, chunks of it, decode and recomputation are all the same: computed chases
+    known + pending.
+
+    Attributes:
+        request: what is being continued.
+        index: which of the request's n continuations.
+        order: smaller goes first: (arrival number of the request, index).
+        max_output: most tokens it may generate; 0 for a request that only scores its prompt.
+        known: prompt and output ids.
+        pending: tokens sampled by steps whose result was not read; at most 1 whenever a step is planned.
+        computed: tokens in the cache, counting steps that were dispatched and not read.
+        blocks: blocks of the cache it holds, in order.
+        on_device_blocks: how many of them the device's block table lists; 0 until its slot is written.
+        slot: its row of sampling state on the device while it runs.
+        children: siblings that wait for this one's prefill, to share its full blocks.
+        scored: prompt tokens whose logprobs were handed out (with prompt_logprobs).
+        scheduled_at: when it first left the queue, in the engine's seconds.
+        finish_reason: set once; then it holds neither blocks nor slot.
+    """
+
+    request: Request
+    index: int
+    order: tuple[int, int]
+    max_output: int
+    known: list[int]
+    pending: int = 0
+    computed: int = 0
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    on_device_blocks: int = 0
+    slot: int | None = None
+    children: list["Sequence"] = dataclasses.field(default_factory=list)
+    scored: int = 0
+    scheduled_at: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens the host has read."""
+        return len(self.known) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to be sampled, those in flight not counted."""
+        return self.max_output - self.num_output - self.pending
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens that must pass through the model before the next one can be sampled."""
+        return len(self.known) + self.pending - self.computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt positions still have to be scored. Siblings leave it to the first."""
+        return self.request.params.prompt_logprobs is not None and self.index == 0 and self.scored < self.num_prompt - 1

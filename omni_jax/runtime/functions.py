@@ -1,0 +1,266 @@
+"""The functions that are compiled: body, head, score, admit. Pure; shapes and layouts come from a StepShapes.
+
+A step is a body and a head. The body embeds the tokens (those sampled by the step before are still on the device), runs
+the layers over the paged cache and gathers the hidden states to sample from. The head makes logits and a token a row.
+Bodies are compiled by (kind, size), heads by (rows, variant): the two multiply in use and only add in compilation.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.paged_attention import PagedBatch, paged_attention, write_pages
+from omni_jax.models import ModelConfig, Weights
+from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from omni_jax.runtime import sampling
+from omni_jax.runtime.packing import Layout
+from omni_jax.runtime.state import FREQUENCY, MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, Pool, SlotState
+
+Variant = Literal["greedy", "sample", "full"]
+SCORE_CHUNK = 64  # tokens whose logits exist at once when a prompt is scored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShapes:
+    """Sizes that all executables of an engine share.
+
+    Attributes:
+        rows: most rows of a step.
+        slots: rows of state on the device, the padding slot included (it is the last).
+        pages_per_row: width of the block table.
+        block_size: tokens a block.
+        vocab_size: logits a row.
+    """
+
+    rows: int
+    slots: int
+    pages_per_row: int
+    block_size: int
+    vocab_size: int
+
+    @property
+    def alternatives(self) -> int:
+        return min(MAX_LOGPROBS, self.vocab_size)
+
+    def body_layout(self, tokens: int, rows: int) -> Layout:
+        """`tokens` below 0 mean: the last token of slot -token - 1. `update_*` add a block to a slot's table."""
+        ints = jnp.int32
+        return Layout(
+            fields={
+                "row_slot": ((rows,), ints),
+                "query_start": ((rows + 1,), ints),
+                "kv_len": ((rows,), ints),
+                "sample_at": ((self.rows,), ints),
+                "update_slot": ((rows,), ints),
+                "update_index": ((rows,), ints),
+                "update_block": ((rows,), ints),
+                "tokens": ((tokens,), ints),
+            }
+        )
+
+    def head_layout(self, rows: int) -> Layout:
+        """`position` is that of the token to sample; `suppress` is 1 where min_tokens is not reached."""
+        fields = ("slot", "position", "suppress")
+        return Layout(fields=dict.fromkeys(fields, ((rows,), jnp.int32)))
+
+    def admit_layout(self) -> Layout:
+        return Layout(
+            fields={
+                "slot": ((), jnp.int32),
+                "seed": ((2,), jnp.uint32),
+                "choice": ((), jnp.int32),
+                "numbers": ((6,), jnp.float32),
+                "top_k": ((), jnp.int32),
+                "bias_ids": ((MAX_LOGIT_BIAS,), jnp.int32),
+                "bias_values": ((MAX_LOGIT_BIAS,), jnp.float32),
+                "stop_ids": ((MAX_STOP_TOKEN_IDS,), jnp.int32),
+                "blocks": ((self.pages_per_row,), jnp.int32),
+            }
+        )
+
+    def history_layout(self) -> Layout:
+        most = self.pages_per_row * self.block_size
+        return Layout(
+            fields={
+                "slot": ((), jnp.int32),
+                "prompt": ((), jnp.int32),
+                "known": ((), jnp.int32),
+                "tokens": ((most,), jnp.int32),
+            }
+        )
+
+    def score_layout(self, tokens: int) -> Layout:
+        return Layout(fields={"targets": ((tokens,), jnp.int32)})
+
+
+def body(weights: Weights, config: ModelConfig, shapes: StepShapes, decode: bool, layout: Layout):
+    """(leaves, pool, tables, last_token, packed) -> (pool, tables, hidden [shapes.rows, hidden], all hidden states [tokens, hidden]).
+
+    The pool and the tables are to be donated. A decode step has no use for all hidden states and returns none.
+    """
+    block_size = shapes.block_size
+
+    def run(leaves, pool: Pool, tables, last_token, packed):
+        field = layout.unpack(packed)
+        tables = tables.at[field["update_slot"], field["update_index"]].set(field["update_block"])
+        given = field["tokens"]
+        tokens = jnp.where(given < 0, last_token[jnp.maximum(-given - 1, 0)], given)
+
+        query_start, kv_len = field["query_start"], field["kv_len"]
+        rows, count = kv_len.shape[0], given.shape[0]
+        token = jnp.arange(count, dtype=jnp.int32)
+        if decode:
+            row, positions, real = token, kv_len - 1, token >= 0
+        else:
+            row = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
+            row = jnp.minimum(row, rows - 1)
+            positions = kv_len[row] - (query_start[row + 1] - token)
+            real = token < query_start[-1]
+            positions = jnp.where(real, positions, 0)
+        block_tables = tables[field["row_slot"]]
+        page = jnp.where(real, block_tables[row, positions // block_size], 0)
+        offset = positions % block_size
+        batch = PagedBatch(query_start=query_start, kv_len=kv_len, block_tables=block_tables, decode=decode)
+        pages = list(pool)
+
+        def attend(layer, query, key, value):
+            pages[2 * layer] = write_pages(pages[2 * layer], key, page, offset)
+            pages[2 * layer + 1] = write_pages(pages[2 * layer + 1], value, page, offset)
+            scale = config.head_dim**-0.5
+            return paged_attention(query, pages[2 * layer], pages[2 * layer + 1], batch, scale=scale)
+
+        hidden = weights.merge(leaves)(tokens, positions, attend)
+        sampled = hidden[field["sample_at"]]
+        return tuple(pages), tables, sampled, () if decode else hidden
+
+    return run
+
+
+def head(shapes: StepShapes, variant: Variant, rows: int):
+    """(output matrix, hidden, slots, last_token, history, packed) -> (last_token, history, result [rows, 2 + 2 * alternatives]).
+
+    last_token and history are to be donated; history is () unless the variant is `full`. The result holds as int32: the
+    token (-1 where the logits were not numbers), the bits of its logprob, ids of the alternatives, bits of their logprobs.
+    """
+    layout = shapes.head_layout(rows)
+
+    def run(output_matrix, hidden, slots: SlotState, last_token, history, packed):
+        field = layout.unpack(packed)
+        slot = field["slot"]
+        logits = logits_of(hidden[:rows], output_matrix)
+        top_logits, top_ids = lax.top_k(logits, shapes.alternatives)
+        if variant == "greedy":
+            token = top_ids[:, 0]
+        else:
+            numbers = slots.numbers[slot]
+            wanted = logits
+            if variant == "full":
+                wanted = sampling.penalise(
+                    wanted, history[slot], numbers[:, REPETITION], numbers[:, PRESENCE], numbers[:, FREQUENCY]
+                )
+                wanted = sampling.bias(
+                    wanted,
+                    slots.bias_ids[slot],
+                    slots.bias_values[slot],
+                    slots.stop_ids[slot],
+                    field["suppress"] > 0,
+                )
+            uniform = sampling.uniforms(slots.key[slot], field["position"])
+            token = sampling.draw(
+                wanted, numbers[:, TEMPERATURE], slots.top_k[slot], numbers[:, TOP_P], numbers[:, MIN_P], uniform
+            )
+        result = _result(logits, token, top_logits, top_ids)
+        token = jnp.maximum(result[:, 0], 0)
+        last_token = last_token.at[slot].set(token)
+        if variant == "full":
+            history = history.at[slot, token].add(2)
+        return last_token, history, result
+
+    return run
+
+
+def score(shapes: StepShapes, tokens: int):
+    """(output matrix, all hidden states, packed) -> result [tokens, 2 + 2 * alternatives], as `head` has it, of given tokens.
+
+    Logits of SCORE_CHUNK positions exist at once, never of all.
+    """
+    layout = shapes.score_layout(tokens)
+    chunk = min(SCORE_CHUNK, tokens)
+
+    def run(output_matrix, hidden, packed):
+        targets = layout.unpack(packed)["targets"]
+        padding = -tokens % chunk
+        hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+        targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
+
+        def one(pair):
+            logits = logits_of(pair[0], output_matrix)
+            top_logits, top_ids = lax.top_k(logits, shapes.alternatives)
+            return _result(logits, pair[1], top_logits, top_ids)
+
+        return lax.map(one, (hidden, targets)).reshape(tokens + padding, -1)[:tokens]
+
+    return run
+
+
+def admit(shapes: StepShapes):
+    """(slots, tables, packed) -> (slots, tables): writes one slot. Both are to be donated."""
+    layout = shapes.admit_layout()
+
+    def run(slots: SlotState, tables, packed):
+        field = layout.unpack(packed)
+        slot = field["slot"]
+        key = jax.random.wrap_key_data(field["seed"], impl="threefry2x32")
+        key = jax.random.key_data(jax.random.fold_in(key, field["choice"]))
+        written = SlotState(
+            key=slots.key.at[slot].set(key),
+            **{
+                name: getattr(slots, name).at[slot].set(field[name])
+                for name in ("numbers", "top_k", "bias_ids", "bias_values", "stop_ids")
+            },
+        )
+        return written, tables.at[slot].set(field["blocks"])
+
+    return run
+
+
+def rebuild_history(shapes: StepShapes):
+    """(history, packed) -> history: counts what a sequence has in prompt and output. For variant `full`, when it gets its slot."""
+    layout = shapes.history_layout()
+
+    def run(history, packed):
+        field = layout.unpack(packed)
+        place = jnp.arange(field["tokens"].shape[0], dtype=jnp.int32)
+        in_prompt = place < field["prompt"]
+        in_output = (place >= field["prompt"]) & (place < field["known"])
+        row = jnp.zeros((shapes.vocab_size,), jnp.int32)
+        row = row.at[field["tokens"]].max(in_prompt.astype(jnp.int32), mode="drop")
+        row = row.at[field["tokens"]].add(2 * in_output.astype(jnp.int32), mode="drop")
+        return history.at[field["slot"]].set(row)
+
+    return run
+
+
+def logits_of(hidden, output_matrix):
+    """float32 logits, whatever the dtype of the weights."""
+    product = functools.partial(lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())))
+    return product(hidden, output_matrix, preferred_element_type=jnp.float32)
+
+
+def _result(logits, token, top_logits, top_ids):
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - normaliser
+    token = jnp.where(jnp.isfinite(normaliser), token, -1)
+    return jnp.concatenate(
+        [
+            token[:, None],
+            lax.bitcast_convert_type(chosen, jnp.int32)[:, None],
+            top_ids,
+            lax.bitcast_convert_type(top_logits - normaliser[:, None], jnp.int32),
+        ],
+        axis=1,
+    )

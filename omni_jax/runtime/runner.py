@@ -1,0 +1,323 @@
+"""Dispatches step plans: packs what changed, calls two executables, and leaves the results on their way to the host."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from omni_jax.models import ModelConfig, Weights
+from omni_jax.requests import SamplingParams, Sequence
+from omni_jax.requests.sampling_params import MAX_STOP_TOKEN_IDS
+from omni_jax.runtime import functions
+from omni_jax.runtime.executables import Executable, Job, Key, compile_all
+from omni_jax.runtime.packing import Ring
+from omni_jax.runtime.state import NEUTRAL, abstract_pool, abstract_slots
+from omni_jax.scheduling import Buckets, Row, StepPlan
+
+VARIANTS: tuple[functions.Variant, ...] = ("greedy", "sample", "full")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Sizes of the device state and of the executables.
+
+    Attributes:
+        max_num_seqs: slots.
+        max_model_len: tokens of a sequence; sets the width of the block table.
+        block_size: tokens a block.
+        num_pages: pages of the arrays; the block pool may hand out fewer (see state.round_pages).
+        buckets: compiled sizes.
+        dtype: of weights and cache.
+        eos_token_ids: suppressed, with a sequence's own stop ids, until its min_tokens are reached.
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_pages: int
+    buckets: Buckets
+    dtype: np.dtype
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """A dispatched step.
+
+    Attributes:
+        plan: what was dispatched.
+        sampled: int32 [bucket, 2 + 2 * alternatives], see functions.head; None when no row sampled.
+        scored: the same for each token of the step; None when no row scored.
+        dispatched: seconds when the calls had been made.
+    """
+
+    plan: StepPlan
+    sampled: jax.Array | None
+    scored: jax.Array | None
+    anchor: jax.Array
+    dispatched: float
+
+    def read(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Waits for the results: `sampled` (one row for each sampling row of the plan, in order) and `scored`."""
+        if self.sampled is None:
+            jax.block_until_ready(self.anchor)
+        sampled = None if self.sampled is None else np.asarray(self.sampled)
+        return sampled, None if self.scored is None else np.asarray(self.scored)
+
+
+class Runner:
+    """Owns the executables and the device state."""
+
+    def __init__(self, model: ModelConfig, weights: Weights, config: RunnerConfig, device: jax.Device):
+        self.config = config
+        self.shapes = functions.StepShapes(
+            rows=config.buckets.rows,
+            slots=config.max_num_seqs + 1,
+            pages_per_row=-(-config.max_model_len // config.block_size),
+            block_size=config.block_size,
+            vocab_size=model.vocab_size,
+        )
+        self._model, self._weights, self._device = model, weights, device
+        self._pad_slot = config.max_num_seqs
+        self._executables: dict[Key, Executable] = {}
+        self._rings: dict[Key, Ring] = {}
+
+    # -- start-up -----------------------------------------------------------------------------------------------------
+
+    def jobs(self) -> list[Job]:
+        """Everything to compile, the largest first."""
+        shapes, buckets = self.shapes, self.config.buckets
+        abstract = self._abstract_state()
+        pool, tables, slots, last_token, history = (
+            abstract[k] for k in ("pool", "tables", "slots", "last_token", "history")
+        )
+        leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._weights.leaves)
+        matrix = jax.ShapeDtypeStruct(self._weights.output_matrix.shape, self._weights.output_matrix.dtype)
+
+        def hidden(rows):
+            return jax.ShapeDtypeStruct((rows, self._model.hidden_size), self.config.dtype)
+
+        jobs = []
+        for kind, sizes in (("mixed", buckets.mixed), ("decode", buckets.decode)):
+            for size in reversed(sizes):
+                rows = size if kind == "decode" else shapes.rows
+                layout = shapes.body_layout(size, rows)
+                jobs.append(
+                    Job(
+                        key=(kind, size),
+                        function=functions.body(self._weights, self._model, shapes, kind == "decode", layout),
+                        arguments=(leaves, pool, tables, last_token, layout.abstract()),
+                        donate=(1, 2),
+                    )
+                )
+        for tokens in reversed(buckets.mixed):
+            arguments = (matrix, hidden(tokens), shapes.score_layout(tokens).abstract())
+            jobs.append(
+                Job(key=("score", tokens), function=functions.score(shapes, tokens), arguments=arguments, donate=())
+            )
+        for rows in reversed(buckets.decode):
+            for variant in VARIANTS:
+                past = history if variant == "full" else ()
+                packed = shapes.head_layout(rows).abstract()
+                jobs.append(
+                    Job(
+                        key=("head", rows, variant),
+                        function=functions.head(shapes, variant, rows),
+                        arguments=(matrix, hidden(shapes.rows), slots, last_token, past, packed),
+                        donate=(3, 4),
+                    )
+                )
+        admit, rebuild = shapes.admit_layout().abstract(), shapes.history_layout().abstract()
+        jobs.append(
+            Job(key=("admit",), function=functions.admit(shapes), arguments=(slots, tables, admit), donate=(0, 1))
+        )
+        jobs.append(
+            Job(key=("history",), function=functions.rebuild_history(shapes), arguments=(history, rebuild), donate=(0,))
+        )
+        return jobs
+
+    def start(self, progress: Callable[[Executable, int, int], None] | None = None) -> dict[Key, Executable]:
+        """Compiles, allocates the state, and runs one padded step. Returns the executables."""
+        self._executables = compile_all(self.jobs(), progress)
+        self.reset()
+        smallest = self.config.buckets.decode[0]
+        self.dispatch(StepPlan(rows=(), decode=True, size=smallest)).read()
+        return self._executables
+
+    def reset(self) -> None:
+        """Fresh device state: at the start, and after a step that raised took the donated arrays with it."""
+        abstract = self._abstract_state()
+
+        def zeros(x):
+            return jax.device_put(np.zeros(x.shape, x.dtype), self._device)
+
+        self._pool = jax.tree.map(zeros, abstract["pool"])
+        self._tables, self._slots, self._last_token, self._history = (
+            jax.tree.map(zeros, abstract[name]) for name in ("tables", "slots", "last_token", "history")
+        )
+        self._slots = dataclasses.replace(
+            self._slots,
+            numbers=jax.device_put(np.tile(np.asarray(NEUTRAL, np.float32), (self.shapes.slots, 1)), self._device),
+        )
+
+    def _abstract_state(self):
+        shapes, config = self.shapes, self.config
+
+        def ints(*shape):
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        return {
+            "pool": abstract_pool(
+                self._model,
+                num_pages=config.num_pages,
+                block_size=config.block_size,
+                dtype=config.dtype,
+                platform=self._device.platform,
+            ),
+            "tables": ints(shapes.slots, shapes.pages_per_row),
+            "slots": abstract_slots(shapes.slots),
+            "last_token": ints(shapes.slots),
+            "history": ints(shapes.slots, shapes.vocab_size),
+        }
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def dispatch(self, plan: StepPlan) -> StepResult:
+        """Starts a step and returns at once. At most two steps may be out: see packing.Ring."""
+        for row in plan.rows:
+            if row.admit:
+                self._admit(row)
+        key: Key = ("decode" if plan.decode else "mixed", plan.size)
+        packed = self._pack_body(key, plan)
+        self._pool, self._tables, hidden, all_hidden = self._executables[key](
+            self._weights.leaves, self._pool, self._tables, self._last_token, packed
+        )
+        sampling = [row for row in plan.rows if row.sample]
+        sampled = self._sample(sampling, hidden) if sampling else None
+        scored = self._score(plan, all_hidden) if any(row.score for row in plan.rows) else None
+        for result in (sampled, scored):
+            if result is not None:
+                result.copy_to_host_async()
+        return StepResult(plan=plan, sampled=sampled, scored=scored, anchor=hidden, dispatched=time.perf_counter())
+
+    def _sample(self, rows: list[Row], hidden: jax.Array) -> jax.Array:
+        params = [row.sequence.request.params for row in rows]
+        variant = (
+            "full" if any(p.penalised for p in params) else "sample" if any(not p.greedy for p in params) else "greedy"
+        )
+        key: Key = ("head", self.config.buckets.cover_decode(len(rows)), variant)
+        buffer, field = self._take(key, lambda: self.shapes.head_layout(int(key[1])))
+        n = len(rows)
+        field["slot"][:n] = [row.slot for row in rows]
+        field["slot"][n:] = self._pad_slot
+        field["position"][:n] = [row.start + row.count for row in rows]
+        field["suppress"][:n] = [_suppresses_stop(row.sequence) for row in rows]
+        history = self._history if variant == "full" else ()
+        self._last_token, history, result = self._executables[key](
+            self._weights.output_matrix, hidden, self._slots, self._last_token, history, buffer
+        )
+        if variant == "full":
+            self._history = history
+        return result
+
+    def _score(self, plan: StepPlan, hidden: jax.Array) -> jax.Array:
+        key: Key = ("score", plan.size)
+        buffer, field = self._take(key, lambda: self.shapes.score_layout(plan.size))
+        targets, at = field["targets"], 0
+        targets[:] = 0
+        for row in plan.rows:
+            if row.score:
+                wanted = row.sequence.request.prompt_ids[row.start + 1 : row.start + row.count + 1]
+                targets[at : at + len(wanted)] = wanted
+            at += row.count
+        return self._executables[key](self._weights.output_matrix, hidden, buffer)
+
+    def _pack_body(self, key: Key, plan: StepPlan) -> np.ndarray:
+        decode, rows = plan.decode, plan.rows
+        width = plan.size if decode else self.shapes.rows
+        buffer, field = self._take(key, lambda: self.shapes.body_layout(plan.size, width))
+        n = len(rows)
+        field["row_slot"][:n] = [row.slot for row in rows]
+        field["row_slot"][n:] = self._pad_slot
+        field["kv_len"][:n] = [row.start + row.count for row in rows]
+        field["kv_len"][n:] = 1
+        start = field["query_start"]
+        start[0] = 0
+        if decode:
+            start[1:] = np.arange(1, width + 1)
+        else:
+            np.cumsum([row.count for row in rows], out=start[1 : n + 1])
+            start[n + 1 :] = start[n]
+        tokens = field["tokens"]
+        tokens[int(start[n]) :] = 0
+        updates = []
+        for i, row in enumerate(rows):
+            at = int(start[i])
+            if row.feedback:
+                tokens[at] = -(row.slot + 1)
+            else:
+                tokens[at : at + row.count] = row.sequence.known[row.start : row.start + row.count]
+            if row.new_blocks and not row.admit:
+                updates += [(row.slot, row.first_new_block + j, block) for j, block in enumerate(row.new_blocks)]
+        sample_at = [int(start[i + 1]) - 1 for i, row in enumerate(rows) if row.sample]
+        field["sample_at"][: len(sample_at)] = sample_at
+        field["sample_at"][len(sample_at) :] = 0
+        columns = list(zip(*updates, strict=True)) or ((), (), ())
+        padding = (self._pad_slot, 0, 0)
+        for name, column, pad in zip(("update_slot", "update_index", "update_block"), columns, padding, strict=True):
+            field[name][: len(updates)] = column
+            field[name][len(updates) :] = pad
+        return buffer
+
+    def _admit(self, row: Row) -> None:
+        sequence, params = row.sequence, row.sequence.request.params
+        buffer, field = self.shapes.admit_layout().fresh()
+        vocab = self.shapes.vocab_size
+        field["slot"][...] = row.slot
+        seed = (params.seed or 0) & (2**64 - 1)
+        field["seed"][:] = (seed >> 32, seed & 0xFFFFFFFF)
+        field["choice"][...] = sequence.index
+        field["numbers"][:] = _numbers(params)
+        field["top_k"][...] = max(params.top_k, 0) if params.top_k < vocab else 0
+        _fill(field["bias_ids"], list(params.logit_bias), vocab)
+        _fill(field["bias_values"], list(params.logit_bias.values()), 0.0)
+        stops = sorted(self.config.eos_token_ids | set(params.stop_token_ids)) if params.min_tokens else []
+        _fill(field["stop_ids"], stops[:MAX_STOP_TOKEN_IDS], vocab)
+        _fill(field["blocks"], sequence.blocks, 0)
+        self._slots, self._tables = self._executables[("admit",)](self._slots, self._tables, buffer)
+        if params.penalised:
+            buffer, field = self.shapes.history_layout().fresh()
+            field["slot"][...] = row.slot
+            field["prompt"][...] = sequence.num_prompt
+            field["known"][...] = len(sequence.known)
+            field["tokens"][: len(sequence.known)] = sequence.known
+            self._history = self._executables[("history",)](self._history, buffer)
+
+    def _take(self, key: Key, layout) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        if key not in self._rings:
+            self._rings[key] = Ring(layout())
+        return self._rings[key].take()
+
+
+def _numbers(params: SamplingParams) -> tuple[float, ...]:
+    return (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+
+
+def _suppresses_stop(sequence: Sequence) -> bool:
+    """Whether the token being sampled (already counted as pending) comes before min_tokens."""
+    return sequence.num_output + sequence.pending - 1 < sequence.request.params.min_tokens
+
+
+def _fill(field: np.ndarray, values, padding) -> None:
+    field[: len(values)] = values
+    field[len(values) :] = padding

@@ -1,0 +1,144 @@
+"""From logits to a token, for all rows at once, without sorting the vocabulary.
+
+Order of the cut-offs: temperature, top_k, top_p, min_p (as transformers). A cut-off is a threshold on the probability:
+tokens as likely as the last one that is kept are kept too.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from omni_jax.requests.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
+
+SUPPRESSED = -1e30  # a logit that is never chosen; finite, so that differences stay numbers
+_BLOCK = 128  # tokens a block of the two-level draw
+
+
+def draw(
+    logits: Float[Array, "rows vocab"],
+    temperature: Float[Array, "rows"],
+    top_k: Int[Array, "rows"],
+    top_p: Float[Array, "rows"],
+    min_p: Float[Array, "rows"],
+    uniform: Float[Array, "rows"],
+) -> Int[Array, "rows"]:
+    """One token a row: the most likely where the temperature says greedy, else drawn by `uniform` in [0, 1)."""
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = temperature <= GREEDY_TEMPERATURE
+    scale = jnp.where(greedy, 1.0, temperature)
+    # The largest becomes 1, so a tiny temperature gives exact zeros elsewhere and no infinity.
+    likelihood = jnp.exp((logits - logits.max(axis=-1, keepdims=True)) / scale[:, None])
+    threshold = jnp.maximum(_threshold(likelihood, top_k, top_p), min_p)
+    kept = jnp.where(likelihood >= threshold[:, None], likelihood, 0.0)
+    return jnp.where(greedy, best, _inverse_cdf(kept, uniform))
+
+
+def uniforms(keys: UInt[Array, "rows 2"], positions: Int[Array, "rows"]) -> Float[Array, "rows"]:
+    """One number in [0, 1) a row, from the row's key and the position of the token to draw and nothing else: it does not
+    depend on the batch, on chunks, or on how often the sequence was preempted."""
+
+    def one(key, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
+        return jax.random.uniform(key, (), jnp.float32)
+
+    return jax.vmap(one)(keys, positions)
+
+
+def penalise(
+    logits: Float[Array, "rows vocab"],
+    history: Int[Array, "rows vocab"],
+    repetition: Float[Array, "rows"],
+    presence: Float[Array, "rows"],
+    frequency: Float[Array, "rows"],
+) -> Float[Array, "rows vocab"]:
+    """Repetition penalty over prompt and output (Keskar et al., arXiv 1909.05858), presence and frequency over the output.
+
+    `history` is twice the number of times a token was generated, plus one if it is in the prompt.
+    """
+    repetition = repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(history > 0, repeated, logits)
+    logits = logits - frequency[:, None] * (history >> 1).astype(jnp.float32)
+    return logits - jnp.where(history > 1, presence[:, None], 0.0)
+
+
+def bias(
+    logits: Float[Array, "rows vocab"],
+    ids: Int[Array, "rows pairs"],
+    values: Float[Array, "rows pairs"],
+    suppressed_ids: Int[Array, "rows ids"],
+    suppress: Bool[Array, "rows"],
+) -> Float[Array, "rows vocab"]:
+    """Adds logit_bias, and makes the suppressed ids impossible in rows that `suppress`. Unused places hold id = vocab."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    logits = logits.at[rows, ids].add(values, mode="drop")
+    out_of_range = jnp.full_like(suppressed_ids, logits.shape[1])
+    return logits.at[rows, jnp.where(suppress[:, None], suppressed_ids, out_of_range)].set(SUPPRESSED, mode="drop")
+
+
+def _threshold(likelihood, top_k, top_p):
+    """The least likelihood that top_k and top_p keep.
+
+    Nearly always it follows from the MAX_LOGPROBS most likely tokens. Where it does not, it is searched for by bisection on
+    the bits of the (non-negative) floats, which are ordered like the floats.
+    """
+    rows, vocab = likelihood.shape
+    limit = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
+    listed, _ = lax.top_k(likelihood, min(MAX_LOGPROBS, vocab))
+    size = listed.shape[1]
+    in_list = limit <= size
+    kth = jnp.take_along_axis(listed, jnp.minimum(limit, size)[:, None] - 1, axis=1)[:, 0]
+
+    def search(reaches):
+        """The largest bit pattern whose float satisfies `reaches` (which a threshold of 0 does), for each row."""
+
+        def halve(_, bounds):
+            low, high = bounds
+            middle = low + (high - low + 1) // 2
+            enough = reaches(lax.bitcast_convert_type(middle, jnp.float32))
+            return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+        one = lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
+        low, _ = lax.fori_loop(0, 31, halve, (jnp.zeros(rows, jnp.int32), jnp.full(rows, one)))
+        return lax.bitcast_convert_type(low, jnp.float32)
+
+    def searched_kth():
+        return search(lambda t: (likelihood >= t[:, None]).sum(axis=-1) >= limit)
+
+    unlimited = limit >= vocab
+    by_k = jnp.where(unlimited, 0.0, jnp.where(in_list, kth, 0.0))
+    by_k = lax.cond(
+        jnp.any(~in_list & ~unlimited), lambda: jnp.where(in_list | unlimited, by_k, searched_kth()), lambda: by_k
+    )
+    goal = top_p * jnp.where(likelihood >= by_k[:, None], likelihood, 0.0).sum(axis=-1)
+    mass = jnp.cumsum(listed, axis=-1)
+    reached = mass >= goal[:, None]
+    place = jnp.argmax(reached, axis=-1)
+    by_p = jnp.take_along_axis(listed, place[:, None], axis=1)[:, 0]
+    cut = top_p < 1.0
+    found = reached.any(axis=-1) | ~cut
+
+    def searched_mass():
+        return search(lambda t: jnp.where(likelihood >= t[:, None], likelihood, 0.0).sum(axis=-1) >= goal)
+
+    by_p = lax.cond(jnp.all(found), lambda: by_p, lambda: jnp.where(found, by_p, searched_mass()))
+    return jnp.maximum(by_k, jnp.where(cut, by_p, 0.0))
+
+
+def _inverse_cdf(weights, uniform):
+    """Index drawn with probability proportional to `weights` [rows, vocab]: first a block, then a place in it."""
+    rows, vocab = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
+    up_to = jnp.cumsum(blocks.sum(axis=-1), axis=-1)
+    goal = uniform * up_to[:, -1]
+    block = jnp.minimum((up_to <= goal[:, None]).sum(axis=-1), up_to.shape[1] - 1)
+    # Rounding may make the goal equal the whole; then the last block that holds anything is meant.
+    last = up_to.shape[1] - 1 - jnp.argmax((blocks.sum(axis=-1) > 0)[:, ::-1], axis=-1)
+    block = jnp.minimum(block, last)
+    before = jnp.where(block > 0, jnp.take_along_axis(up_to, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    candidates = (jnp.cumsum(inside, axis=-1) > (goal - before)[:, None]) & (inside > 0)
+    last_inside = _BLOCK - 1 - jnp.argmax((inside > 0)[:, ::-1], axis=-1)
+    place = jnp.where(candidates.any(axis=-1), jnp.argmax(candidates, axis=-1), last_inside)
+    return (block * _BLOCK + place).astype(jnp.int32)

@@ -1,0 +1,57 @@
+"""What the next step computes: plain data, no arrays."""
+
+import dataclasses
+
+from omni_jax.requests import Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A stretch of one sequence in one step.
+
+    Attributes:
+        sequence: whose tokens.
+        slot: its row of sampling state on the device.
+        start: position of the first token.
+        count: tokens.
+        feedback: the (only) token was sampled by the step before and is still on the device.
+        sample: the stretch reaches the end of what there is, so that a next token is sampled.
+        score: prompt positions in the stretch get logprobs.
+        admit: the slot is new to the sequence: its sampling state and whole block table are written first.
+        first_new_block: where in the block table the new blocks stand.
+        new_blocks: blocks that the device's block table does not have yet.
+    """
+
+    sequence: Sequence
+    slot: int
+    start: int
+    count: int
+    feedback: bool
+    sample: bool
+    score: bool
+    admit: bool
+    first_new_block: int
+    new_blocks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Rows of one step.
+
+    Attributes:
+        rows: at most one a sequence; rows that sample may stand anywhere.
+        decode: every row has one token, and none is scored.
+        size: the bucket: rows of a decode step, tokens of any other.
+    """
+
+    rows: tuple[Row, ...]
+    decode: bool
+    size: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(row.sample for row in self.rows)
