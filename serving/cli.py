@@ -74,6 +74,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI does."""
     _log_to_stderr(log_level)
+    if not all(api_key or ()):  # an unset shell variable must not open the server
+        raise typer.BadParameter("must not be empty", param_hint="--api-key")
     from serving.run import CannotListen, bind, run_server
 
     try:

@@ -105,6 +105,7 @@ def test_usage_errors_are_exit_code_2(invoke):
     for arguments in (["serve"], ["serve", "d", "--port", "x"], ["serve", "d", "--port", "70000"], ["nothing"]):
         assert invoke(*arguments).exit_code == 2
     assert invoke("generate", "d", "p", "--raw", "--system", "s").exit_code == 2
+    assert invoke("serve", "d", "--api-key", "").exit_code == 2
 
 
 def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
