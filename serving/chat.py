@@ -64,7 +64,7 @@ def _prepare(server: Server, raw: bytes) -> _Call:
     prompt_ids = render(server, request, body)
     params = sampling_params(
         request,
-        defaults=server.defaults,
+        defaults=server.engine.info.default_sampling,
         max_model_len=server.engine.info.max_model_len,
         vocab_size=server.engine.info.vocab_size,
         prompt_tokens=len(prompt_ids),

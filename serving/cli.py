@@ -1,5 +1,6 @@
 """The command line: serve, generate, convert, check, version. A command imports what it needs when it runs."""
 
+import enum
 import json
 import logging
 import os
@@ -17,6 +18,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="An inference engine in JAX with an OpenAI-compatible server.",
 )
+
+
+class GenerationConfig(enum.StrEnum):
+    auto = "auto"
+    vllm = "vllm"
+
 
 ModelDir = Annotated[
     Path, typer.Argument(metavar="MODEL_DIR", help="A model in Hugging Face layout: config, tokenizer, safetensors.")
@@ -59,8 +66,8 @@ def serve(
     dtype: Dtype = None,
     seed: Seed = None,
     generation_config: Annotated[
-        str, typer.Option(help="Sampling defaults: auto (the model's), vllm (none), or a directory with the file.")
-    ] = "auto",
+        GenerationConfig, typer.Option(help="Sampling defaults of the model's generation_config.json, or none (vllm).")
+    ] = GenerationConfig.auto,
     chat_template: ChatTemplate = None,
     compilation_cache_dir: CompilationCacheDir = None,
     max_body_size: Annotated[int, typer.Option(min=1, help="Bytes of a request, at most.")] = 8 * 2**20,
@@ -83,7 +90,6 @@ def serve(
     except CannotListen as error:
         _fail(str(error))
     try:
-        defaults = _sampling_defaults(generation_config)
         config = _engine_config(
             model_dir=model_dir,
             max_model_len=max_model_len,
@@ -95,26 +101,27 @@ def serve(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             dtype=dtype,
             seed=seed,
+            generation_config=generation_config.value,
             chat_template=chat_template,
             compilation_cache_dir=compilation_cache_dir,
         )
         from omni_jax.engine.async_engine import AsyncEngine
-
+        from serving.progress import stage_bars
         from serving.server import make_app
 
-        code = run_server(
-            lambda: AsyncEngine(config),
-            lambda engine: make_app(
-                engine,
-                served_model_names=served_model_name or [model_dir.resolve().name],
-                api_keys=api_key or (),
-                max_body_size=max_body_size,
-                default_sampling=defaults,
-            ),
-            sock,
-            shutdown_timeout=shutdown_timeout,
-            access_log=access_log,
-        )
+        with stage_bars() as progress:
+            code = run_server(
+                lambda: AsyncEngine(config, progress),
+                lambda engine: make_app(
+                    engine,
+                    served_model_names=served_model_name or [model_dir.resolve().name],
+                    api_keys=api_key or (),
+                    max_body_size=max_body_size,
+                ),
+                sock,
+                shutdown_timeout=shutdown_timeout,
+                access_log=access_log,
+            )
     except _expected_faults() as error:
         logging.getLogger(__name__).debug("start failed", exc_info=True)
         _fail(str(error))
@@ -270,23 +277,6 @@ def _engine_config(**options: Any) -> Any:
     return config
 
 
-def _sampling_defaults(generation_config: str) -> dict[str, Any] | None:
-    """What make_app takes as default_sampling; None is the model's own."""
-    if generation_config == "auto":
-        return None
-    if generation_config == "vllm":
-        return {}
-    path = Path(generation_config) / "generation_config.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"--generation-config must be auto, vllm or a directory with a generation_config.json; there is no {path}"
-        )
-    defaults = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(defaults, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return defaults
-
-
 def _expected_faults() -> tuple[type[Exception], ...]:
     """What a wrong model, flag or machine raises: told in one line. Anything else is a bug and keeps its traceback."""
     from checkpoints.reader import CheckpointError
@@ -299,9 +289,20 @@ def _expected_faults() -> tuple[type[Exception], ...]:
 def _log_to_stderr(level: str) -> None:
     if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise typer.BadParameter(f"must be debug, info, warning or error, got {level!r}", param_hint="--log-level")
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class _StderrHandler(logging.StreamHandler):
+    """Writes to what sys.stderr is at the time: while a progress bar is shown, lines must go above it."""
+
+    def __init__(self):
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):
+        return sys.stderr
 
 
 def _fail(message: str) -> NoReturn:

@@ -98,7 +98,7 @@ def _prepare_prompt(server: Server, request: CompletionRequest, prompt: str | li
         ids = prompt
     params = sampling_params(
         request,
-        defaults=server.defaults,
+        defaults=info.default_sampling,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         prompt_tokens=len(ids),

@@ -1,12 +1,21 @@
-"""Progress of long work with a known number of bytes: a bar on a terminal, a few lines elsewhere."""
+"""Progress of long work: bars on a terminal, a few lines elsewhere."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 Report = Callable[[str, int, int], None]  # (what it is at, bytes done, bytes in all)
+StageReport = Callable[[str, int, int, str], None]  # (stage, done, in all, what it is at); "load" counts bytes
 
 
 @contextlib.contextmanager
@@ -47,3 +56,31 @@ def _lines(title: str, console: Console) -> Iterator[Report]:
             console.print(f"{title}: {25 * quarter} % of {total / 1e6:.1f} MB ({at})", highlight=False, soft_wrap=True)
 
     yield report
+
+
+@contextlib.contextmanager
+def stage_bars(console: Console | None = None) -> Iterator[StageReport | None]:
+    """Gives the function that an engine reports its start to; None without a terminal, where the log says it all.
+
+    A stage's bar is shown until it is done; leaving takes away what a failed start has left.
+    """
+    console = console or Console(stderr=True)
+    bars: dict[str, tuple[Progress, TaskID]] = {}
+
+    def report(stage: str, done: int, total: int, at: str) -> None:
+        if stage not in bars:
+            count = DownloadColumn() if stage == "load" else MofNCompleteColumn()
+            columns = (TextColumn("{task.description}"), BarColumn(), count, TextColumn("[dim]{task.fields[at]}"))
+            progress = Progress(*columns, console=console, transient=True)
+            bars[stage] = progress, progress.add_task(stage, total=total, at=at)
+            progress.start()
+        progress, task = bars[stage]
+        progress.update(task, completed=done, at=at)
+        if done >= total:
+            progress.stop()
+
+    try:
+        yield report if console.is_terminal else None
+    finally:
+        for progress, _ in bars.values():
+            progress.stop()

@@ -5,7 +5,7 @@ import hmac
 import importlib.metadata
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,6 @@ def make_app(
     served_model_names: Sequence[str],
     api_keys: Sequence[str] = (),
     max_body_size: int = MAX_BODY_SIZE,
-    default_sampling: Mapping[str, Any] | None = None,
 ) -> web.Application:
     """An OpenAI-compatible app over an engine that was started.
 
@@ -49,14 +48,12 @@ def make_app(
         served_model_names: at least one; requests may use any of them.
         api_keys: any of them opens all routes; none leaves the server open.
         max_body_size: bytes of a request's body; a larger one gets a 413.
-        default_sampling: where a request says nothing; the checkpoint's generation_config.json when None.
     """
     if not served_model_names:
         raise ValueError("served_model_names needs at least one name")
     server = Server(
         engine=engine,
         names=tuple(served_model_names),
-        defaults=engine.info.default_sampling if default_sampling is None else default_sampling,
         max_body_size=max_body_size,
         metrics=Metrics(stats=engine.stats, info=engine.info, model_name=served_model_names[0]),
         pool=ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text"),

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,6 @@ class Server:
     Attributes:
         engine: where requests go.
         names: the model's names; a request may use any, the first stands for it in responses that name none.
-        defaults: sampling defaults where a request says nothing.
         max_body_size: bytes.
         metrics: what /metrics shows.
         pool: threads for text work, which can take long for a long prompt and must not hold up the event loop.
@@ -34,7 +33,6 @@ class Server:
 
     engine: "AsyncEngine"
     names: tuple[str, ...]
-    defaults: Mapping[str, Any]
     max_body_size: int
     metrics: Metrics
     pool: ThreadPoolExecutor

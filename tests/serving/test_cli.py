@@ -15,7 +15,7 @@ import checkpoints.reader
 import omni_jax
 from omni_jax.requests import EngineError
 from serving import cli, run
-from serving.progress import progress_bar
+from serving.progress import progress_bar, stage_bars
 from serving.state import SERVER
 from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
 from tests.tiny import write_tiny
@@ -44,7 +44,7 @@ def served(monkeypatch, invoke):
     seen = {}
     engine = types.ModuleType("omni_jax.engine.async_engine")
 
-    def make(config):
+    def make(config, progress):
         seen["config"] = config
         return FakeEngine()
 
@@ -106,11 +106,12 @@ def test_usage_errors_are_exit_code_2(invoke):
         assert invoke(*arguments).exit_code == 2
     assert invoke("generate", "d", "p", "--raw", "--system", "s").exit_code == 2
     assert invoke("serve", "d", "--api-key", "").exit_code == 2
+    assert invoke("serve", "d", "--generation-config", "x").exit_code == 2
 
 
 def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
-    assert served["config"].given == {"model_dir": tmp_path}
+    assert served["config"].given == {"model_dir": tmp_path, "generation_config": "auto"}
     assert served["server"].names == (tmp_path.name,)
     assert (served["timeout"], served["access_log"]) == (30, True)
     flags = {
@@ -123,6 +124,7 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
         "kv_cache_memory_bytes": 4096,
         "dtype": "float32",
         "seed": 3,
+        "generation_config": "vllm",
         "chat_template": "{{ x }}",
     }
     arguments = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
@@ -146,15 +148,6 @@ def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatc
     assert cli.os.environ[name] == "0.6"
 
 
-def test_serve_generation_config(invoke, served, tmp_path):
-    for given, defaults in (("auto", {}), ("vllm", {}), (str(tmp_path), {"top_k": 3})):
-        (tmp_path / "generation_config.json").write_text('{"top_k": 3}')
-        assert invoke("serve", "m", "--port", "0", "--generation-config", given).exit_code == 0
-        assert served["server"].defaults == defaults
-    result = invoke("serve", "m", "--port", "0", "--generation-config", str(tmp_path / "no"))
-    assert (result.exit_code, "auto, vllm or a directory" in result.stderr) == (1, True)
-
-
 def test_serve_with_a_port_in_use(invoke, served):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = invoke("serve", "m", "--port", str(taken.getsockname()[1]))
@@ -164,7 +157,7 @@ def test_serve_with_a_port_in_use(invoke, served):
 
 
 def test_serve_with_a_model_that_cannot_be_loaded(invoke, served, monkeypatch):
-    def broken(config):
+    def broken(config, progress):
         raise EngineError("the pool does not fit")
 
     monkeypatch.setattr(sys.modules["omni_jax.engine.async_engine"], "AsyncEngine", broken)
@@ -236,6 +229,18 @@ def test_progress_without_a_terminal_is_a_few_lines():
     lines = out.getvalue().splitlines()
     assert len(lines) == 5
     assert lines[-1] == "converting x: 100 % of 1.0 MB (tensor 1000)"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_of_a_start(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with stage_bars(console) as report:
+        assert (report is not None) == terminal
+        for done in range(1, 11) if terminal else ():
+            report("load", done * 10**6, 10**7, f"tensor {done}")
+        if terminal:
+            report("compile", 1, 12, "body 32")  # and fails there
+    assert ("load" in console.file.getvalue() and "compile" in console.file.getvalue()) == terminal
 
 
 def test_the_reader_is_where_the_cli_expects_it():

@@ -7,7 +7,7 @@ import pytest
 
 from serving.server import OPEN_PATHS, make_app
 from tests.serving.conftest import serving
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import FakeEngine, FakeInfo
 from tests.serving.test_streaming import until
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -206,9 +206,10 @@ async def test_tokenize_and_back(client, engine):
     assert (await client.post("/detokenize", {"tokens": []}))[1] == {"prompt": ""}
 
 
-async def test_sampling_defaults_of_the_model_hold_only_where_the_request_is_silent(engine):
+async def test_sampling_defaults_of_the_model_hold_only_where_the_request_is_silent():
     defaults = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "max_new_tokens": 3, "do_sample": True}
-    async with serving(engine, default_sampling=defaults) as client:
+    engine = FakeEngine(info=FakeInfo(default_sampling=defaults))
+    async with serving(engine) as client:
         await client.chat(temperature=0, top_p=None)
         params = engine.requests[-1].params
         assert (params.temperature, params.top_k, params.top_p) == (0, 7, 0.8)
