@@ -121,7 +121,11 @@ class _Echo:
         if first and echo and call.request.logprobs is not None and self._of_prompt[position] is None:
             # The engine hands them out once, with the first delta of index 0, which comes before all others.
             self._of_prompt[position] = echoed_logprobs(
-                self._server.engine.tokenizer, prompt.ids, delta.prompt_logprobs or (), top=call.request.logprobs
+                self._server.engine.tokenizer,
+                prompt.ids,
+                delta.prompt_logprobs or (),
+                top=call.request.logprobs,
+                skip_special_tokens=prompt.params.skip_special_tokens,
             )
         logprobs = self._logprobs(delta.logprobs, offset=len(prompt.text) if echo else 0)
         if first and logprobs is not None and (of_prompt := self._of_prompt[position]) is not None:

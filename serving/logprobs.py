@@ -60,14 +60,23 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
-    tokenizer: "Tokenizer", prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], *, top: int
+    tokenizer: "Tokenizer",
+    prompt_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+    *,
+    top: int,
+    skip_special_tokens: bool = True,
 ) -> CompletionLogprobs:
     """The prompt's tokens in the same shape. The first has no logprob: nothing came before it."""
+    decoder, length, offsets = tokenizer.stream(skip_special_tokens=skip_special_tokens), 0, []
+    for token in prompt_ids:
+        offsets.append(length)
+        length += len(decoder.push(token))
     return CompletionLogprobs(
         tokens=[_name(tokenizer, token) for token in prompt_ids],
         token_logprobs=[None if item is None else _finite(item.logprob) for item in logprobs],
         top_logprobs=[None if item is None else _alternatives(tokenizer, item, top) for item in logprobs],
-        text_offset=[0 if item is None else item.text_offset for item in logprobs],
+        text_offset=offsets,
     )
 
 

@@ -192,12 +192,9 @@ class FakeEngine:
 
     def _prompt_logprobs(self, request: Request) -> tuple[TokenLogprob | None, ...]:
         entries: list[TokenLogprob | None] = [None]
-        decoder = self.tokenizer.stream()
-        offset = len(decoder.push(request.prompt_ids[0]))
         for position, token in enumerate(request.prompt_ids[1:], 1):
             top = alternatives(position, request.params.prompt_logprobs or 0, token, self.logprob)
-            entries.append(TokenLogprob(token_id=token, logprob=self.logprob, top=top, text_offset=offset))
-            offset += len(decoder.push(token))
+            entries.append(TokenLogprob(token_id=token, logprob=self.logprob, top=top))
         return tuple(entries)
 
 
