@@ -123,7 +123,7 @@ async def _talk(server: subprocess.Popen, base: str, model: str, console: Consol
         seconds = time.monotonic() - started
         await _read_metrics(session, base, readings)
     console.print()
-    console.print(_table(answers))
+    console.print(_table(answers, console.width))
     total = sum(answer.tokens for answer in answers)
     console.print(
         f"Together: {total} tokens in {seconds:.1f} s, {total / seconds:.0f} tokens/s; "
@@ -195,7 +195,7 @@ async def _ask(client: openai.AsyncOpenAI, model: str, answer: Answer, lines_to:
 def _print_lines(answer: Answer, printed: int, console: Console, *, rest: bool = False) -> int:
     """Prints lines, or sentences, that are whole since `printed` characters; returns the new count."""
     text = answer.text
-    end = len(text) if rest else max((match.end() for match in re.finditer(r"\n+|[.!?] ", text)), default=0)
+    end = len(text) if rest else max((match.end() for match in re.finditer(r"\n+|(?<=[^\W\d])[.!?] ", text)), default=0)
     for line in text[printed:end].splitlines():
         if line.strip():
             console.print(Text(f"[{answer.number}] {line.strip()}"), soft_wrap=True)
@@ -213,13 +213,13 @@ def _growing(answers: Sequence[Answer], console: Console) -> Table:
     return table
 
 
-def _table(answers: Sequence[Answer]) -> Table:
+def _table(answers: Sequence[Answer], width: int) -> Table:
     table = Table()
     table.add_column("#")
-    table.add_column("question", no_wrap=True, max_width=44)
+    table.add_column("question", no_wrap=True, width=min(60, max(10, width - 58)))
     for name in ("first token", "tokens", "tokens/s"):
-        table.add_column(name, justify="right")
-    table.add_column("end")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("end", no_wrap=True)
     for answer in answers:
         waited = "-" if answer.first_token is None else f"{1000 * (answer.first_token - answer.asked):.0f} ms"
         speed = "-" if answer.tokens_per_second is None else f"{answer.tokens_per_second:.1f}"

@@ -16,7 +16,7 @@ def test_demo(terminal):
     with run.bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "tests.serving.fake_server", str(port), "9", "free"]
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, height=50)
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80, height=50)
     assert demo.demonstrate(command, f"http://127.0.0.1:{port}", "fake", console) == 0
     out = console.file.getvalue()
     tokenizer = FakeEngine().tokenizer
@@ -33,6 +33,9 @@ def test_demo(terminal):
     assert re.search(r"KV pool at most \d+\.\d %", out)
     assert out.endswith("The server stopped with exit code 0.\n")
     assert ("\x1b" in out) == terminal
+    rows = [line for line in out.splitlines() if " ms " in line]
+    assert len(rows) == len(demo.QUESTIONS)
+    assert all("stop" in row for row in rows)  # nothing is wrapped or cut on an ordinary terminal
 
 
 def test_demo_of_a_server_that_does_not_start():
@@ -44,11 +47,11 @@ def test_demo_of_a_server_that_does_not_start():
 def test_lines_appear_once_and_whole():
     console = Console(file=io.StringIO())
     answer, printed = demo.Answer(1, "?"), 0
-    text = "One sentence. Another\n\n- [bold]a[/bold]\n- b. And 3.5 more"
+    text = "One sentence. Another\n\n- [bold]a[/bold]\n2. b. And 3.5 more"
     for end in range(len(text) + 1):
         answer.text = text[:end]
         printed = demo._print_lines(answer, printed, console)
         assert printed <= end
     demo._print_lines(answer, printed, console, rest=True)
-    lines = ["One sentence.", "Another", "- [bold]a[/bold]", "- b.", "And 3.5 more"]
+    lines = ["One sentence.", "Another", "- [bold]a[/bold]", "2. b.", "And 3.5 more"]
     assert console.file.getvalue().splitlines() == [f"[1] {line}" for line in lines]
