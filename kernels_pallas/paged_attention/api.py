@@ -90,7 +90,9 @@ def paged_attention(
             f"{heads} heads a multiple of kv_heads, got {key_pages.shape} and {value_pages.shape}"
         )
     if batch.decode and batch.kv_len.shape[0] != tokens:
-        raise ValueError(f"paged_attention: a decode batch of {batch.kv_len.shape[0]} rows has {tokens} queries, not one a row")
+        raise ValueError(
+            f"paged_attention: a decode batch of {batch.kv_len.shape[0]} rows has {tokens} queries, not one a row"
+        )
     implementations: dict[str, Callable] = {"xla": xla.attention, "reference": reference.attention}
     chosen = implementation or "xla"
     if chosen not in implementations:

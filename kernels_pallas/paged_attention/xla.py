@@ -33,7 +33,9 @@ def attention(query, key_pages, value_pages, batch, *, scale):
     rows = batch.kv_len.shape[0]
     count = batch.query_start[1:] - batch.query_start[:-1]
     token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(batch.query_start[1:], token, side="right").astype(jnp.int32), rows - 1)
+    row = jnp.minimum(
+        jnp.searchsorted(batch.query_start[1:], token, side="right", method="compare_all").astype(jnp.int32), rows - 1
+    )
 
     single = count == 1
     first_query = jnp.minimum(batch.query_start[:-1], tokens - 1)
@@ -59,7 +61,9 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
     most_items = -(-rows * tables.shape[1] // items) * items
     item = jnp.arange(most_items, dtype=jnp.int32)
     live = item < last_item[-1]
-    row_of_item = jnp.minimum(jnp.searchsorted(last_item, item, side="right").astype(jnp.int32), rows - 1)
+    row_of_item = jnp.minimum(
+        jnp.searchsorted(last_item, item, side="right", method="compare_all").astype(jnp.int32), rows - 1
+    )
     tile_of_item = jnp.where(live, item - (last_item - tiles_of_row)[row_of_item], 0)
     pages_of_item = jnp.where(live[:, None], tables[row_of_item, tile_of_item], 0)
     length_of_item = jnp.where(live, jnp.clip(kv_len[row_of_item] - tile_of_item * tile, 0, tile), 0)
@@ -78,7 +82,9 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
         owns = (jnp.arange(rows)[:, None] == row[None, :]) & (length > 0)[None, :]
         new_top = jnp.maximum(top, jnp.where(owns[:, :, None, None], scores.max(-1)[None], MASKED).max(1))
         weights = jnp.exp(scores - _rows(new_top, row)[..., None])
-        part_total = jnp.einsum("wkgt,wktd->wkgd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32)
+        part_total = jnp.einsum(
+            "wkgt,wktd->wkgd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32
+        )
         shrink, owned = jnp.exp(top - new_top), owns.astype(jnp.float32)
         total = total * shrink[..., None] + jnp.einsum("rw,wkgd->rkgd", owned, part_total)
         mass = mass * shrink + jnp.einsum("rw,wkg->rkg", owned, weights.sum(-1))
@@ -105,7 +111,9 @@ def _prefill(query, key_pages, value_pages, batch, count, token, row):
     most_tiles = -(-(tokens // QUERY_TILE + min(rows, tokens // 2)) // PREFILL_TILES) * PREFILL_TILES
     query_tile = jnp.arange(most_tiles, dtype=jnp.int32)
     live = query_tile < last_tile[-1]
-    row_of_tile = jnp.minimum(jnp.searchsorted(last_tile, query_tile, side="right").astype(jnp.int32), rows - 1)
+    row_of_tile = jnp.minimum(
+        jnp.searchsorted(last_tile, query_tile, side="right", method="compare_all").astype(jnp.int32), rows - 1
+    )
     first_in_row = (query_tile - (last_tile - tiles_of_row)[row_of_tile]) * QUERY_TILE
     first_token = batch.query_start[row_of_tile] + first_in_row
     first_position = batch.kv_len[row_of_tile] - count[row_of_tile] + first_in_row
@@ -134,7 +142,9 @@ def _prefill(query, key_pages, value_pages, batch, count, token, row):
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
-            part_total = jnp.einsum("wkqt,wktd->wkqd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32)
+            part_total = jnp.einsum(
+                "wkqt,wktd->wkqd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32
+            )
             return total * shrink[..., None] + part_total, new_top, mass * shrink + weights.sum(-1)
 
         state = _empty_state((PREFILL_TILES, kv_heads, QUERY_TILE * group), head_dim)

@@ -115,7 +115,9 @@ class Engine:
                 logger.exception("step failed")
                 self._failures += 1
                 if self._failures >= MOST_FAILURES:
-                    raise EngineError(f"{self._failures} steps in a row failed, the last with {type(error).__name__}") from error
+                    raise EngineError(
+                        f"{self._failures} steps in a row failed, the last with {type(error).__name__}"
+                    ) from error
                 self._recover()
                 return []
         return deltas

@@ -62,7 +62,9 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         device=device,
         progress=lambda name, done, total: report("load", done, total, name),
     )
-    logger.info("device %s; %s weights %.2f GB in %s", device.device_kind, model.architecture, weights.nbytes / 1e9, dtype)
+    logger.info(
+        "device %s; %s weights %.2f GB in %s", device.device_kind, model.architecture, weights.nbytes / 1e9, dtype
+    )
 
     generation = checkpoint.generation_config
     eos_token_ids = _eos(generation, checkpoint.config, tokenizer)
@@ -151,7 +153,9 @@ def _size(config, model, weights, device, dtype, eos_token_ids) -> tuple[RunnerC
         )
     max_model_len = min(wanted, held)
     if max_model_len < wanted:
-        logger.warning("max_model_len is %d, all the KV cache holds; the model knows %d positions", max_model_len, wanted)
+        logger.warning(
+            "max_model_len is %d, all the KV cache holds; the model knows %d positions", max_model_len, wanted
+        )
     logger.info(
         "KV cache: %d blocks of %d tokens = %d tokens, %.2f GB, %.1f sequences of %d tokens",
         num_blocks - 1,

@@ -6,7 +6,6 @@ Bodies are compiled by (kind, size), heads by (rows, variant): the two multiply 
 """
 
 import dataclasses
-import functools
 from typing import Literal
 
 import jax
@@ -116,7 +115,7 @@ def body(weights: Weights, config: ModelConfig, shapes: StepShapes, decode: bool
         if decode:
             row, positions, real = token, kv_len - 1, token >= 0
         else:
-            row = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
+            row = jnp.searchsorted(query_start[1:], token, side="right", method="compare_all").astype(jnp.int32)
             row = jnp.minimum(row, rows - 1)
             positions = kv_len[row] - (query_start[row + 1] - token)
             real = token < query_start[-1]
@@ -152,7 +151,7 @@ def head(shapes: StepShapes, variant: Variant, rows: int):
         field = layout.unpack(packed)
         slot = field["slot"]
         logits = logits_of(hidden[:rows], output_matrix)
-        top_logits, top_ids = lax.top_k(logits, shapes.alternatives)
+        top_logits, top_ids = sampling.most_likely(logits, shapes.alternatives)
         if variant == "greedy":
             token = top_ids[:, 0]
         else:
@@ -199,7 +198,7 @@ def score(shapes: StepShapes, tokens: int):
 
         def one(pair):
             logits = logits_of(pair[0], output_matrix)
-            top_logits, top_ids = lax.top_k(logits, shapes.alternatives)
+            top_logits, top_ids = sampling.most_likely(logits, shapes.alternatives)
             return _result(logits, pair[1], top_logits, top_ids)
 
         return lax.map(one, (hidden, targets)).reshape(tokens + padding, -1)[:tokens]
@@ -246,9 +245,9 @@ def rebuild_history(shapes: StepShapes):
 
 
 def logits_of(hidden, output_matrix):
-    """float32 logits, whatever the dtype of the weights."""
-    product = functools.partial(lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())))
-    return product(hidden, output_matrix, preferred_element_type=jnp.float32)
+    """float32 logits, whatever the dtype of the weights. The barrier: see models.decoder.project."""
+    logits = lax.dot_general(hidden, output_matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(logits)
 
 
 def _result(logits, token, top_logits, top_ids):

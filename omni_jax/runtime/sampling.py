@@ -15,6 +15,17 @@ SUPPRESSED = -1e30  # a logit that is never chosen; finite, so that differences 
 _BLOCK = 128  # tokens a block of the two-level draw
 
 
+def most_likely(
+    logits: Float[Array, "rows vocab"], count: int
+) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
+    """The `count` largest of each row and their ids, best first.
+
+    The barrier: XLA for CPU has a fast top-k, but does not recognise it once what follows was simplified into it, and then
+    sorts the whole vocabulary (150 ms instead of 1 ms for eight rows of 49,152).
+    """
+    return lax.optimization_barrier(lax.top_k(logits, count))
+
+
 def draw(
     logits: Float[Array, "rows vocab"],
     temperature: Float[Array, "rows"],
@@ -85,7 +96,7 @@ def _threshold(likelihood, top_k, top_p):
     """
     rows, vocab = likelihood.shape
     limit = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
-    listed, _ = lax.top_k(likelihood, min(MAX_LOGPROBS, vocab))
+    listed, _ = most_likely(likelihood, min(MAX_LOGPROBS, vocab))
     size = listed.shape[1]
     in_list = limit <= size
     kth = jnp.take_along_axis(listed, jnp.minimum(limit, size)[:, None] - 1, axis=1)[:, 0]

@@ -1,0 +1,186 @@
+"""The Python interface: texts in, texts out, for scripts and for many rows offline."""
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.engine import Engine
+from omni_jax.engine.loading import Progress
+from omni_jax.requests import Completion, Delta, Request, RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+QUEUED = 2  # requests handed to the engine at once, in multiples of its batch: rows may be millions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """How likely a text is under the model.
+
+    Attributes:
+        token_ids: of the text.
+        logprobs: natural logarithm of each token's probability given those before it; None for the first.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that have a logprob: all but the first."""
+        return len(self.logprobs) - 1
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the text after its first token; 0 for a text of one token."""
+        return sum(logprob for logprob in self.logprobs if logprob is not None)
+
+    @property
+    def mean_nll(self) -> float:
+        """Mean negative log-likelihood a scored token; not a number for a text of one token."""
+        return -self.total / self.num_scored if self.num_scored else float("nan")
+
+
+class LLM:
+    """A model to call from Python.
+
+        llm = LLM("models/SmolLM2-135M-Instruct")
+        print(llm.chat([[{"role": "user", "content": "Why is the sky blue?"}]])[0].outputs[0].text)
+
+    Outputs come in the order of the inputs, whatever the order of their ends.
+
+    Args:
+        model_dir: a Hugging Face directory.
+        progress: called with (stage, done, total, detail) while loading and compiling.
+        options: fields of EngineConfig, such as max_model_len=4096 or dtype="bfloat16".
+    """
+
+    def __init__(self, model_dir: Path | str, *, progress: Progress | None = None, **options: Any):
+        self.engine = Engine(EngineConfig(model_dir=model_dir, **options), progress)
+        self.info, self.tokenizer = self.engine.info, self.engine.tokenizer
+        self._names = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues texts (or lists of token ids).
+
+        Args:
+            prompts: one or many.
+            params: one for all, or one each; by default the model's own, and 16 tokens.
+
+        Raises:
+            InvalidRequest: a prompt or its parameters cannot be run; nothing has been generated then.
+        """
+        return list(self._outputs([self._ids(prompt) for prompt in _many(prompts)], params))
+
+    def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers conversations through the model's chat template; `template` goes to Tokenizer.render_chat."""
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]  # type: ignore[list-item]
+        prompts = [tuple(self.tokenizer.render_chat(list(messages), **template)) for messages in conversations]
+        return list(self._outputs(prompts, params))
+
+    def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
+        """Log-probabilities of given texts; nothing is generated, and the vocabulary never leaves the device."""
+        params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
+        outputs = self._outputs([self._ids(text) for text in _many(texts)], params)
+        scores = []
+        for output in outputs:
+            entries = output.prompt_logprobs or ()
+            logprobs = tuple(None if entry is None else entry.logprob for entry in entries)
+            scores.append(Score(token_ids=output.prompt_ids, logprobs=logprobs))
+        return scores
+
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one answer, piece by piece. A list of messages goes through the chat template."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            ids = tuple(self.tokenizer.render_chat(list(prompt)))  # type: ignore[arg-type]
+        else:
+            ids = self._ids(prompt)  # type: ignore[arg-type]
+        request = self._request(ids, params or self.default_params())
+        self.engine.add(request)
+        try:
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    if delta.request_id == request.id and delta.text:
+                        yield delta.text
+        finally:
+            self.engine.abort(request.id)
+
+    def default_params(self) -> SamplingParams:
+        """The sampling defaults of the model's generation_config.json."""
+        return SamplingParams(**self.info.default_sampling)
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+
+    def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
+        return Request(id=f"llm-{next(self._names)}", prompt_ids=ids, params=params, arrival=time.perf_counter())
+
+    def _outputs(self, prompts, params) -> Iterator[RequestOutput]:
+        each = params if isinstance(params, Sequence) else [params or self.default_params()] * len(prompts)
+        requests = [self._request(ids, p) for ids, p in zip(prompts, each, strict=True)]
+        for request in requests:
+            self.engine.check(request)
+        waiting, deltas = collections.deque(requests), collections.defaultdict(list)
+        unfinished = 0  # continuations in the engine
+        try:
+            while waiting or unfinished:
+                while waiting and unfinished < QUEUED * self.info.max_num_seqs:
+                    unfinished += waiting[0].params.n
+                    self.engine.add(waiting.popleft())
+                for delta in self.engine.step():
+                    deltas[delta.request_id].append(delta)
+                    unfinished -= delta.finish_reason is not None
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.id)
+            raise
+        for request in requests:
+            yield _output(request, deltas.pop(request.id))
+
+
+def _many(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[return-value, list-item]
+
+
+def _output(request: Request, deltas: list[Delta]) -> RequestOutput:
+    completions = []
+    for index in range(request.params.n):
+        own = [delta for delta in deltas if delta.index == index]
+        last = own[-1]
+        assert last.finish_reason is not None
+        completions.append(
+            Completion(
+                index=index,
+                text="".join(delta.text for delta in own),
+                token_ids=tuple(token for delta in own for token in delta.token_ids),
+                logprobs=tuple(entry for delta in own for entry in delta.logprobs),
+                finish_reason=last.finish_reason,
+                stop_reason=last.stop_reason,
+            )
+        )
+    prompt_logprobs = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None)
+    return RequestOutput(
+        request_id=request.id,
+        prompt_ids=request.prompt_ids,
+        prompt_logprobs=prompt_logprobs,
+        outputs=tuple(completions),
+    )
