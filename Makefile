@@ -1,0 +1,72 @@
+# make demo      install, fetch a small model, serve it, ask it eight questions at once
+# make test      install what the tests need and run them all
+# make lint      ruff and pyright
+# make goldens   make the golden outputs again with transformers on torch; `make goldens-check` compares only
+# make bench-cpu compare with the bare JAX loop and other engines on this machine (BENCH="--rounds 1 ..." for flags)
+# make newest    a smoke part of the tests with another Python (NEWEST=python3.12) and the newest JAX it gets
+
+PYTHON ?= python3
+NEWEST ?= python3.12
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint goldens goldens-check bench-cpu newest clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m serving.demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m checkpoints.demo_model
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+goldens: .venv-goldens/.installed
+	.venv-goldens/bin/python tests/goldens/make.py
+
+goldens-check: .venv-goldens/.installed
+	.venv-goldens/bin/python tests/goldens/make.py --check
+
+bench-cpu: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.cpu $(BENCH)
+
+newest: .venv-newest/.installed
+	.venv-newest/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'with JAX', jax.__version__)"
+	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels_pallas tests/models tests/runtime tests/engine
+
+clean:
+	rm -rf .venv .venv-goldens .venv-newest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+
+# Each of these holds what the one before it holds.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e ".[demo]"
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install -q -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed-test
+	$(BIN)/python -m pip install -q -e ".[test,dev]"
+	touch $@
+
+# The oracle's environment: torch is no dependency of anything else here.
+.venv-goldens/.installed: Makefile
+	$(PYTHON) -m venv .venv-goldens
+	.venv-goldens/bin/python -m pip install -q --upgrade pip
+	.venv-goldens/bin/python -m pip install -q torch==2.13.0 "transformers>=5.20" safetensors tokenizers numpy
+	touch $@
+
+.venv-newest/.installed: pyproject.toml
+	$(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -q --upgrade pip
+	.venv-newest/bin/python -m pip install -q -e ".[test]"
+	touch $@
