@@ -190,9 +190,11 @@ def generate(
         _engine_config(model_dir=model_dir, **options)
         from omni_jax import LLM
         from omni_jax.requests import SamplingParams
+        from serving.progress import stage_bars
         from serving.protocol import MODEL_DEFAULTS
 
-        llm = LLM(model_dir, **options)
+        with stage_bars() as progress:
+            llm = LLM(model_dir, progress=progress, **options)
         of_model = {name: value for name, value in llm.info.default_sampling.items() if name in MODEL_DEFAULTS}
         params = SamplingParams(**(of_model | given), max_tokens=max_tokens, ignore_eos=ignore_eos)
         if chat is None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import checkpoints.reader
 import omni_jax
+from omni_jax.engine.config import EngineConfig
 from omni_jax.requests import EngineError
 from serving import cli, run
 from serving.progress import progress_bar, stage_bars
@@ -23,17 +24,10 @@ from tests.tiny import write_tiny
 
 @pytest.fixture
 def invoke(monkeypatch):
-    """Runs a command with stand-ins for the modules that would load a model."""
+    """Runs a command; the fixtures below stand in for what would load a model."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # put back after the test
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
-    class EngineConfig(types.SimpleNamespace):
-        def __init__(self, **given):
-            super().__init__(**({"gpu_memory_utilization": 0.9} | given), given=given)
-
-    config = types.ModuleType("omni_jax.engine.config")
-    config.EngineConfig = EngineConfig
-    monkeypatch.setitem(sys.modules, "omni_jax.engine.config", config)
     monkeypatch.setattr(cli, "_log_to_stderr", lambda level: None)
     return lambda *arguments, **kwargs: CliRunner().invoke(cli.app, list(arguments), **kwargs)
 
@@ -67,7 +61,7 @@ def served(monkeypatch, invoke):
 class FakeLLM:
     fault = None
 
-    def __init__(self, model_dir, **options):
+    def __init__(self, model_dir, *, progress, **options):
         if FakeLLM.fault:
             raise FakeLLM.fault
         self.info = FakeInfo(default_sampling={"temperature": 0.5, "top_k": 7, "max_new_tokens": 3})
@@ -81,7 +75,7 @@ class FakeLLM:
 
 @pytest.fixture
 def llm(monkeypatch):
-    monkeypatch.setattr(omni_jax, "LLM", FakeLLM, raising=False)
+    monkeypatch.setitem(vars(omni_jax), "LLM", FakeLLM)  # setattr would import the real one first
     monkeypatch.setattr(FakeLLM, "fault", None)
     return FakeLLM
 
@@ -111,7 +105,7 @@ def test_usage_errors_are_exit_code_2(invoke):
 
 def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
-    assert served["config"].given == {"model_dir": tmp_path, "generation_config": "auto"}
+    assert served["config"] == EngineConfig(model_dir=tmp_path)
     assert served["server"].names == (tmp_path.name,)
     assert (served["timeout"], served["access_log"]) == (30, True)
     flags = {
@@ -131,7 +125,7 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
     arguments += ["--served-model-name", "a", "--served-model-name", "b", "--max-body-size", "77", "--port", "0"]
     result = invoke("serve", str(tmp_path), *arguments, "--shutdown-timeout", "1.5", "--no-access-log")
     assert result.exit_code == 0, result.output
-    assert served["config"].given == flags | {"model_dir": tmp_path}
+    assert served["config"] == EngineConfig(model_dir=tmp_path, **flags)
     assert served["server"].names == ("a", "b")
     assert served["server"].max_body_size == 77
     assert (served["timeout"], served["access_log"]) == (1.5, False)
@@ -140,7 +134,7 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
 def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatch):
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     invoke("serve", str(tmp_path), "--port", "0")
-    assert cli.os.environ[name] == "0.9"  # the config's own default
+    assert cli.os.environ[name] == "0.92"  # the config's own default
     monkeypatch.setenv(name, "0.3")
     invoke("serve", str(tmp_path), "--port", "0")
     assert cli.os.environ[name] == "0.3"
