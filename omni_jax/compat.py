@@ -19,12 +19,12 @@ def count_compilations() -> None:
             return
         _listening = True
 
-    def on_duration(event: str, seconds: float, **_) -> None:
+    def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             with _lock:
                 _counts["compiled"] += 1
 
-    def on_event(event: str, **_) -> None:
+    def on_event(event: str, **_: str | int) -> None:
         if event == "/jax/compilation_cache/cache_hits":
             with _lock:
                 _counts["cache_hits"] += 1

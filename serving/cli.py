@@ -294,6 +294,8 @@ def _log_to_stderr(level: str) -> None:
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level.upper() == "INFO":  # JAX tells of every backend that is not there
+        logging.getLogger("jax").setLevel(logging.WARNING)
 
 
 class _StderrHandler(logging.StreamHandler):

@@ -1,8 +1,9 @@
 """Paged attention: what it computes, and which implementation computes it.
 
-A page holds `page_size` consecutive tokens of one sequence, for all KV heads: `[kv_heads, page_size, head_dim]` lies in one
-piece. The pages of a sequence may stand anywhere in the pool; a row of the block table lists them in order. Queries of all
-rows lie one after another in one flat array, so that a step may mix whole prompts, chunks and single tokens.
+A page holds `page_size` consecutive tokens of one sequence, for all KV heads: `[kv_heads, page_size, head_dim]` lies
+in one piece. The pages of a sequence may stand anywhere in the pool; a row of the block table lists them in order.
+Queries of all rows lie one after another in one flat array, so that a step may mix whole prompts, chunks and single
+tokens.
 """
 
 import dataclasses
@@ -23,12 +24,12 @@ Implementation = Literal["xla", "reference"]
 class PagedBatch:
     """Where the queries of a step stand, and where their keys lie.
 
-    Row r has `query_start[r+1] - query_start[r]` queries: the last ones of its first `kv_len[r]` tokens. Keys and values of
-    those queries are in the pages already.
+    Row r has `query_start[r+1] - query_start[r]` queries: the last ones of its first `kv_len[r]` tokens. Keys and
+    values of those queries are in the pages already.
 
     Attributes:
-        query_start: first query of each row in the flat array; the last entry is the number of real queries. Rows without
-            queries (padding) repeat the entry.
+        query_start: first query of each row in the flat array; the last entry is the number of real queries. Rows
+            without queries (padding) repeat the entry.
         kv_len: tokens of the row in the pages, those of this step included; at least 1, for padding rows too.
         block_tables: pages of each row, in order; entries past the end may be anything in range.
         decode: static; says that row r has exactly one query, number r (padding rows included).
@@ -41,8 +42,8 @@ class PagedBatch:
 
 
 def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
-    """The dtype in which the pool is kept. bfloat16 lies as uint16 on a CPU: XLA for CPU otherwise converts the whole pool to
-    float32 around every scatter (18 times slower on JAX 0.10.2), and its alias check does not see it."""
+    """The dtype in which the pool is kept. bfloat16 lies as uint16 on a CPU: XLA for CPU otherwise converts the whole
+    pool to float32 around every scatter (18 times slower on JAX 0.10.2), and its alias check does not see it."""
     return jnp.dtype(jnp.uint16) if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
 
 
@@ -86,8 +87,9 @@ def paged_attention(
     tokens, heads, head_dim = query.shape
     if key_pages.shape != value_pages.shape or key_pages.shape[3] != head_dim or heads % key_pages.shape[1]:
         raise ValueError(
-            f"paged_attention: query {query.shape} needs key and value pages [num_pages, kv_heads, page_size, {head_dim}] with "
-            f"{heads} heads a multiple of kv_heads, got {key_pages.shape} and {value_pages.shape}"
+            f"paged_attention: query {query.shape} needs key and value pages "
+            f"[num_pages, kv_heads, page_size, {head_dim}] with {heads} heads a multiple of kv_heads, "
+            f"got {key_pages.shape} and {value_pages.shape}"
         )
     if batch.decode and batch.kv_len.shape[0] != tokens:
         raise ValueError(

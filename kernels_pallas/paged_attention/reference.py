@@ -1,4 +1,5 @@
-"""Paged attention in a few plain lines, in float32: what every other implementation is held against. Slow, and dense."""
+"""Paged attention in a few plain lines, in float32: what every other implementation is held against. Slow, and
+dense."""
 
 import jax
 import jax.numpy as jnp

@@ -3,9 +3,10 @@
 Single-token rows and longer rows are computed apart, each as a loop with online softmax over key tiles aligned at 0:
 
 - Decode: the pairs (row, key tile) of all rows form one work list, taken `DECODE_ITEMS` at a time, so that the work is
-  proportional to the tokens actually read. One row of 4,096 tokens among fifteen of 128 costs its own tiles and no more.
-- Prefill: a query tile is up to `QUERY_TILE` consecutive queries of one row. Tiles are taken `PREFILL_TILES` at a time in
-  order, each group up to the longest context in it; neighbours mostly belong to one row, so little is wasted.
+  proportional to the tokens actually read. One row of 4,096 tokens among fifteen of 128 costs its own tiles and no
+  more.
+- Prefill: a query tile is up to `QUERY_TILE` consecutive queries of one row. Tiles are taken `PREFILL_TILES` at a
+  time in order, each group up to the longest context in it; neighbours mostly belong to one row, so little is wasted.
 
 Both loops have trip counts that depend on the data, not on the shapes: padding costs nothing.
 """
@@ -23,6 +24,7 @@ PREFILL_TILES = 4
 MASKED = -1e30  # finite, so that a row with nothing visible yet gives exp(0) of garbage and not NaN
 
 
+@functools.partial(jax.jit, static_argnames="scale")  # traced once for all layers of a model
 def attention(query, key_pages, value_pages, batch, *, scale):
     """See `api.paged_attention`."""
     scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
@@ -96,8 +98,8 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
 
 
 def _prefill(query, key_pages, value_pages, batch, count, token, row):
-    """Rows of two queries and more. `count` [rows] queries of each row, 0 to leave it out. [tokens, heads, head_dim] out;
-    what stands at tokens of rows left out means nothing."""
+    """Rows of two queries and more. `count` [rows] queries of each row, 0 to leave it out. [tokens, heads, head_dim]
+    out; what stands at tokens of rows left out means nothing."""
     tokens, heads, head_dim = query.shape
     rows = count.shape[0]
     kv_heads, page_size = key_pages.shape[1:3]

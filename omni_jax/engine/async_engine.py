@@ -113,7 +113,8 @@ class AsyncEngine:
         return self._engine.stats() if self._engine else EngineStats()
 
     def check_health(self) -> None:
-        """Raises EngineError when the engine is dead, or has made no progress for `hang_seconds` although it has work."""
+        """Raises EngineError when the engine is dead, or has made no progress for `hang_seconds` although it has
+        work."""
         engine = self._alive()
         still = time.monotonic() - self._progressed
         if (engine.has_work or self._orders) and still > self._config.hang_seconds:
@@ -159,7 +160,7 @@ class AsyncEngine:
     def _run(self, ready: "asyncio.Future[None]") -> None:
         try:
             engine = Engine(self._config, self._progress)
-        except Exception as error:  # handed to whoever awaits `start`
+        except Exception as error:  # noqa: BLE001  handed to whoever awaits `start`
             self._call(lambda error=error: ready.cancelled() or ready.set_exception(error))
             return
         self.info, self.tokenizer, self._engine = engine.info, engine.tokenizer, engine
@@ -167,7 +168,7 @@ class AsyncEngine:
         try:
             while not (self._stopping and not self._orders):
                 self._step(engine)
-        except Exception as error:  # the engine's outermost loop: nobody may be left waiting
+        except Exception as error:
             logger.exception("the engine has stopped")
             self._dead = f"the engine has stopped: {error}"
             self._post(engine.fail("the engine failed while it computed this request"))

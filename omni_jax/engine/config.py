@@ -53,6 +53,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.generation_config not in ("auto", "vllm"):
+            raise ValueError(f'generation_config must be "auto" or "vllm", got {self.generation_config!r}')
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
 

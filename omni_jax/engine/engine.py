@@ -57,7 +57,7 @@ class Engine:
         self._stats = EngineStats()
         self._gaps: collections.deque[float] = collections.deque(maxlen=1024)
         self._seconds: collections.deque[float] = collections.deque(maxlen=1024)
-        self._last_ready = time.perf_counter()
+        self._last_ready = time.monotonic()
         self._compiled_at_start = compat.compilations()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -80,7 +80,8 @@ class Engine:
         """
         self.check(request)
         if request.params.seed is None:
-            # A request without a seed gets one of its own here, so that two of them differ and each survives preemption.
+            # A request without a seed gets one of its own here, so that two of them differ and each survives
+            # preemption.
             params = dataclasses.replace(request.params, seed=self._random.getrandbits(63))
             request = dataclasses.replace(request, params=params)
         for sequence in self._scheduler.add(request):
@@ -123,7 +124,7 @@ class Engine:
         return deltas
 
     def _advance(self) -> list[Delta]:
-        plan = self._scheduler.plan(time.perf_counter())
+        plan = self._scheduler.plan(time.monotonic())
         if plan is not None:
             result = self._runner.dispatch(plan)
             self._in_flight.append(result)
@@ -136,7 +137,7 @@ class Engine:
 
     def _read(self, result: StepResult) -> list[Delta]:
         sampled, scored = result.read()
-        ready = time.perf_counter()
+        ready = time.monotonic()
         self._seconds.append(ready - max(self._last_ready, result.dispatched))
         if self._in_flight:
             self._gaps.append(max(0.0, self._in_flight[0].dispatched - ready))
@@ -232,7 +233,8 @@ class Engine:
         return delta
 
     def _collect_prompt_logprobs(self, accepted: Accepted, scored: np.ndarray) -> None:
-        """Takes the logprobs of prompt tokens start+1 and on, those that an earlier, preempted run took already left out."""
+        """Takes the logprobs of prompt tokens start+1 and on, those that an earlier, preempted run took already left
+        out."""
         row = accepted.row
         request = row.sequence.request
         taken = self._prompt_logprobs[request.id]
@@ -242,7 +244,8 @@ class Engine:
             taken.append(token_logprob(scored[position - row.start], wanted))
 
     def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-        """Handed out once, with the first delta of the first continuation. Also where a request's prefill is counted."""
+        """Handed out once, with the first delta of the first continuation. Also where a request's prefill is
+        counted."""
         request = sequence.request
         if sequence.index or request.id in self._prefilled:
             return None

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
@@ -89,9 +89,8 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers conversations through the model's chat template; `template` goes to Tokenizer.render_chat."""
-        if conversations and isinstance(conversations[0], Mapping):
-            conversations = [conversations]  # type: ignore[list-item]
-        prompts = [tuple(self.tokenizer.render_chat(list(messages), **template)) for messages in conversations]
+        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        prompts = [tuple(self.tokenizer.render_chat(m, **template)) for m in cast(Sequence[Messages], many)]
         return list(self._outputs(prompts, params))
 
     def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
@@ -108,9 +107,9 @@ class LLM:
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one answer, piece by piece. A list of messages goes through the chat template."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            ids = tuple(self.tokenizer.render_chat(list(prompt)))  # type: ignore[arg-type]
+            ids = tuple(self.tokenizer.render_chat(cast(Messages, prompt)))
         else:
-            ids = self._ids(prompt)  # type: ignore[arg-type]
+            ids = self._ids(cast(Prompt, prompt))
         request = self._request(ids, params or self.default_params())
         self.engine.add(request)
         try:
@@ -129,7 +128,7 @@ class LLM:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
 
     def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
-        return Request(id=f"llm-{next(self._names)}", prompt_ids=ids, params=params, arrival=time.perf_counter())
+        return Request(id=f"llm-{next(self._names)}", prompt_ids=ids, params=params, arrival=time.monotonic())
 
     def _outputs(self, prompts, params) -> Iterator[RequestOutput]:
         each = params if isinstance(params, Sequence) else [params or self.default_params()] * len(prompts)
@@ -158,7 +157,7 @@ def _many(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     listed = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[return-value, list-item]
+    return cast(list[Prompt], [listed] if listed and isinstance(listed[0], int) else listed)
 
 
 def _output(request: Request, deltas: list[Delta]) -> RequestOutput:

@@ -182,7 +182,8 @@ def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, siz
     probe = Runner(model, weights, dataclasses.replace(sizes, num_pages=16), device)
     largest = probe.jobs()[0]
     compiled = jax.jit(largest.function, donate_argnums=largest.donate).lower(*largest.arguments).compile()
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    temporaries = analysis.temp_size_in_bytes if analysis is not None else 0
     left = limit - weights.nbytes - temporaries
     if left <= 0:
         raise ValueError(

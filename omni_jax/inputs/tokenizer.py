@@ -2,11 +2,16 @@
 
 import inspect
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+
+# On import transformers advises to install PyTorch, which this engine never uses.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 from transformers import PreTrainedTokenizerFast
 
 from omni_jax.inputs.chat import clean_text, map_strings, normal_messages

@@ -1,8 +1,9 @@
 """The text decoder of Llama, Qwen2, Qwen2.5 and Qwen3: one file, the differences are configuration.
 
-The module computes hidden states of a flat run of tokens. It knows nothing of pages: attention is a function it is given.
-Matrices are stored as the CPU's matrix product likes them best (docs/performance.md, "Layout of weights"): those that widen
-(query-key-value, gate-up) as [in, out], those that narrow (output, down) and the vocabulary as [out, in].
+The module computes hidden states of a flat run of tokens. It knows nothing of pages: attention is a function it is
+given. Matrices are stored as the CPU's matrix product likes them best (docs/performance.md, "Layout of weights"):
+those that widen (query-key-value, gate-up) as [in, out], those that narrow (output, down) and the vocabulary as [out,
+in].
 """
 
 from collections.abc import Callable
@@ -23,8 +24,8 @@ Attend = Callable[[int, Array, Array, Array], Array]
 def project(x: Float[Array, "tokens in"], weight: Array, *, out_in: bool) -> Float[Array, "tokens out"]:
     """x times a matrix stored [in, out], or [out, in] with `out_in`. Sums in float32, result in x's dtype.
 
-    The barrier keeps XLA for CPU from fusing the product into each of its users: it would compute query, key and value, or
-    gate and up, by as many whole products.
+    The barrier keeps XLA for CPU from fusing the product into each of its users: it would compute query, key and
+    value, or gate and up, by as many whole products.
     """
     contract = 1 if out_in else 0
     product = lax.dot_general(x, weight, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
@@ -121,7 +122,8 @@ class Decoder(nnx.Module):
 
 
 def weight_sources(config: ModelConfig) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """The weight map, as data: parameter path -> (tensors of the checkpoint stacked along their output axis, transposed?)."""
+    """The weight map, as data: parameter path -> (tensors of the checkpoint stacked along their output axis,
+    transposed?)."""
     sources: dict[str, tuple[tuple[str, ...], bool]] = {
         "embed": (("model.embed_tokens.weight",), False),
         "norm.weight": (("model.norm.weight",), False),

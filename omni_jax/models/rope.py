@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), with the scalings of Llama 3 and YaRN (Peng et al., arXiv 2309.00071).
+"""Rotary position embedding (Su et al., arXiv 2104.09864), with the scalings of Llama 3 and YaRN (Peng et al., arXiv
+2309.00071).
 
 The layout is Hugging Face's: the first half of a head is rotated with the second half, not neighbours with each other.
 """

@@ -21,7 +21,8 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A loaded decoder, split once: a call passes `leaves`, a flat tuple of arrays, and merges inside the compiled function.
+    """A loaded decoder, split once: a call passes `leaves`, a flat tuple of arrays, and merges inside the compiled
+    function.
 
     Attributes:
         graph: the module's structure, without arrays.
@@ -46,11 +47,11 @@ def load_weights(
     config: ModelConfig,
     dtype: np.dtype,
     *,
-    device: jax.Device | None = None,
+    device: Any = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[ModelConfig, Weights]:
-    """Streams the checkpoint into device arrays of `dtype`. Returns the config too: a head that is in the checkpoint although
-    the config ties it, and differs from the embedding, is used, and the config says so.
+    """Streams the checkpoint into device arrays of `dtype`. Returns the config too: a head that is in the checkpoint
+    although the config ties it, and differs from the embedding, is used, and the config says so.
 
     Raises:
         CheckpointError: tensors missing, left over, or of the wrong shape; names and both shapes are in the message.

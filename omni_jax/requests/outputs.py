@@ -14,7 +14,7 @@ class TokenLogprob:
         token_id: the token.
         logprob: natural logarithm of its probability; always finite.
         top: the most likely (token id, logprob) pairs at this place, best first; empty when none were asked for.
-        text_offset: where the token's text begins in the continuation's (or prompt's) text, in characters.
+        text_offset: where the token's text begins in the continuation's text, in characters; 0 for prompt tokens.
     """
 
     token_id: int

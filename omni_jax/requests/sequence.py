@@ -10,9 +10,9 @@ from omni_jax.requests.request import Request
 class Sequence:
     """What the scheduler knows of one continuation.
 
-    Tokens are `known` (the host has read them) or `pending` (sampled on the device, not read yet). `computed` of them have
-    their keys and values in the cache. Prefill, chunks of it, decode and recomputation are all the same: computed chases
-    known + pending.
+    Tokens are `known` (the host has read them) or `pending` (sampled on the device, not read yet). `computed` of them
+    have their keys and values in the cache. Prefill, chunks of it, decode and recomputation are all the same:
+    computed chases known + pending.
 
     Attributes:
         request: what is being continued.
@@ -68,5 +68,6 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt positions still have to be scored. Siblings leave it to the first."""
-        return self.request.params.prompt_logprobs is not None and self.index == 0 and self.scored < self.num_prompt - 1
+        """Whether the next tokens to compute are prompt positions to be scored. Siblings leave it to the first."""
+        done = max(self.scored, self.computed)  # what a step in flight scores is computed and not handed out yet
+        return self.request.params.prompt_logprobs is not None and self.index == 0 and done < self.num_prompt - 1

@@ -97,7 +97,8 @@ class StepShapes:
 
 
 def body(weights: Weights, config: ModelConfig, shapes: StepShapes, decode: bool, layout: Layout):
-    """(leaves, pool, tables, last_token, packed) -> (pool, tables, hidden [shapes.rows, hidden], all hidden states [tokens, hidden]).
+    """(leaves, pool, tables, last_token, packed) -> (pool, tables, hidden [shapes.rows, hidden], all hidden states
+    [tokens, hidden]).
 
     The pool and the tables are to be donated. A decode step has no use for all hidden states and returns none.
     """
@@ -140,10 +141,12 @@ def body(weights: Weights, config: ModelConfig, shapes: StepShapes, decode: bool
 
 
 def head(shapes: StepShapes, variant: Variant, rows: int):
-    """(output matrix, hidden, slots, last_token, history, packed) -> (last_token, history, result [rows, 2 + 2 * alternatives]).
+    """(output matrix, hidden, slots, last_token, history, packed) -> (last_token, history, result [rows, 2 + 2 *
+    alternatives]).
 
     last_token and history are to be donated; history is () unless the variant is `full`. The result holds as int32: the
-    token (-1 where the logits were not numbers), the bits of its logprob, ids of the alternatives, bits of their logprobs.
+    token (-1 where the logits were not numbers), the bits of its logprob, ids of the alternatives, bits of their
+    logprobs.
     """
     layout = shapes.head_layout(rows)
 
@@ -183,7 +186,8 @@ def head(shapes: StepShapes, variant: Variant, rows: int):
 
 
 def score(shapes: StepShapes, tokens: int):
-    """(output matrix, all hidden states, packed) -> result [tokens, 2 + 2 * alternatives], as `head` has it, of given tokens.
+    """(output matrix, all hidden states, packed) -> result [tokens, 2 + 2 * alternatives], as `head` has it, of given
+    tokens.
 
     Logits of SCORE_CHUNK positions exist at once, never of all.
     """
@@ -228,7 +232,8 @@ def admit(shapes: StepShapes):
 
 
 def rebuild_history(shapes: StepShapes):
-    """(history, packed) -> history: counts what a sequence has in prompt and output. For variant `full`, when it gets its slot."""
+    """(history, packed) -> history: counts what a sequence has in prompt and output. For variant `full`, when it gets
+    its slot."""
     layout = shapes.history_layout()
 
     def run(history, packed):

@@ -56,9 +56,9 @@ class Layout:
 class Ring:
     """Buffers of one layout, handed out in turn.
 
-    JAX may alias a numpy buffer instead of copying it (on a CPU it does so when the buffer is aligned to 64 bytes), so a
-    buffer must not be refilled while a step that was given it may still run. The engine reads the result of step k before it
-    packs step k+2, and a step takes at most one buffer of a ring: of three, the oldest is free.
+    JAX may alias a numpy buffer instead of copying it (on a CPU it does so when the buffer is aligned to 64 bytes),
+    so a buffer must not be refilled while a step that was given it may still run. The engine reads the result of step
+    k before it packs step k+2, and a step takes at most one buffer of a ring: of three, the oldest is free.
     """
 
     def __init__(self, layout: Layout, buffers: int = RING):

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ class StepResult:
 class Runner:
     """Owns the executables and the device state."""
 
-    def __init__(self, model: ModelConfig, weights: Weights, config: RunnerConfig, device: jax.Device):
+    def __init__(self, model: ModelConfig, weights: Weights, config: RunnerConfig, device: Any):
         self.config = config
         self.shapes = functions.StepShapes(
             rows=config.buckets.rows,
@@ -118,8 +119,8 @@ class Runner:
             jobs.append(
                 Job(key=("score", tokens), function=functions.score(shapes, tokens), arguments=arguments, donate=())
             )
-        for rows in reversed(buckets.decode):
-            for variant in VARIANTS:
+        for variant in VARIANTS:
+            for rows in reversed(buckets.decode if variant == "greedy" else buckets.sampled):
                 past = history if variant == "full" else ()
                 packed = shapes.head_layout(rows).abstract()
                 jobs.append(
@@ -201,15 +202,17 @@ class Runner:
         for result in (sampled, scored):
             if result is not None:
                 result.copy_to_host_async()
-        return StepResult(plan=plan, sampled=sampled, scored=scored, anchor=hidden, dispatched=time.perf_counter())
+        return StepResult(plan=plan, sampled=sampled, scored=scored, anchor=hidden, dispatched=time.monotonic())
 
     def _sample(self, rows: list[Row], hidden: jax.Array) -> jax.Array:
         params = [row.sequence.request.params for row in rows]
         variant = (
             "full" if any(p.penalised for p in params) else "sample" if any(not p.greedy for p in params) else "greedy"
         )
-        key: Key = ("head", self.config.buckets.cover_decode(len(rows)), variant)
-        buffer, field = self._take(key, lambda: self.shapes.head_layout(int(key[1])))
+        buckets = self.config.buckets
+        size = buckets.cover_decode(len(rows)) if variant == "greedy" else buckets.cover_sampled(len(rows))
+        key: Key = ("head", size, variant)
+        buffer, field = self._take(key, lambda: self.shapes.head_layout(size))
         n = len(rows)
         field["slot"][:n] = [row.slot for row in rows]
         field["slot"][n:] = self._pad_slot

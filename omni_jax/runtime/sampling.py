@@ -20,8 +20,8 @@ def most_likely(
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
     """The `count` largest of each row and their ids, best first.
 
-    The barrier: XLA for CPU has a fast top-k, but does not recognise it once what follows was simplified into it, and then
-    sorts the whole vocabulary (150 ms instead of 1 ms for eight rows of 49,152).
+    The barrier: XLA for CPU has a fast top-k, but does not recognise it once what follows was simplified into it, and
+    then sorts the whole vocabulary (150 ms instead of 1 ms for eight rows of 49,152).
     """
     return lax.optimization_barrier(lax.top_k(logits, count))
 
@@ -46,8 +46,8 @@ def draw(
 
 
 def uniforms(keys: UInt[Array, "rows 2"], positions: Int[Array, "rows"]) -> Float[Array, "rows"]:
-    """One number in [0, 1) a row, from the row's key and the position of the token to draw and nothing else: it does not
-    depend on the batch, on chunks, or on how often the sequence was preempted."""
+    """One number in [0, 1) a row, from the row's key and the position of the token to draw and nothing else: it does
+    not depend on the batch, on chunks, or on how often the sequence was preempted."""
 
     def one(key, position):
         key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
@@ -63,7 +63,8 @@ def penalise(
     presence: Float[Array, "rows"],
     frequency: Float[Array, "rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Repetition penalty over prompt and output (Keskar et al., arXiv 1909.05858), presence and frequency over the output.
+    """Repetition penalty over prompt and output (Keskar et al., arXiv 1909.05858), presence and frequency over the
+    output.
 
     `history` is twice the number of times a token was generated, plus one if it is in the prompt.
     """
@@ -81,7 +82,8 @@ def bias(
     suppressed_ids: Int[Array, "rows ids"],
     suppress: Bool[Array, "rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Adds logit_bias, and makes the suppressed ids impossible in rows that `suppress`. Unused places hold id = vocab."""
+    """Adds logit_bias, and makes the suppressed ids impossible in rows that `suppress`. Unused places hold id =
+    vocab."""
     rows = jnp.arange(logits.shape[0])[:, None]
     logits = logits.at[rows, ids].add(values, mode="drop")
     out_of_range = jnp.full_like(suppressed_ids, logits.shape[1])
@@ -91,8 +93,8 @@ def bias(
 def _threshold(likelihood, top_k, top_p):
     """The least likelihood that top_k and top_p keep.
 
-    Nearly always it follows from the MAX_LOGPROBS most likely tokens. Where it does not, it is searched for by bisection on
-    the bits of the (non-negative) floats, which are ordered like the floats.
+    Nearly always it follows from the MAX_LOGPROBS most likely tokens. Where it does not, it is searched for by
+    bisection on the bits of the (non-negative) floats, which are ordered like the floats.
     """
     rows, vocab = likelihood.shape
     limit = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)

@@ -4,6 +4,7 @@ Slot `max_num_seqs` is nobody's: padding rows use it.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def abstract_pool(config: ModelConfig, *, num_pages: int, block_size: int, dtype
 
 
 def abstract_slots(slots: int) -> SlotState:
-    def array(*shape, dtype):
+    def array(*shape: int, dtype) -> Any:
         return jax.ShapeDtypeStruct((slots, *shape), dtype)
 
     return SlotState(
@@ -70,7 +71,7 @@ def block_bytes(config: ModelConfig, *, block_size: int, dtype) -> int:
 
 
 def round_pages(pages: int) -> int:
-    """The next lower number with five significant bits. The page count is part of every executable's shape, so free memory
-    that differs a little must not change it: the compilation cache would miss."""
+    """The next lower number with five significant bits. The page count is part of every executable's shape, so free
+    memory that differs a little must not change it: the compilation cache would miss."""
     step = 1 << max(0, pages.bit_length() - 5)
     return pages // step * step

@@ -24,6 +24,16 @@ class Buckets:
     def rows(self) -> int:
         return self.decode[-1]
 
+    @property
+    def sampled(self) -> tuple[int, ...]:
+        """Rows of the heads that do more than take the most likely token: every other decode bucket, since those
+        heads take longest to compile and their padding costs little."""
+        return tuple(sorted(self.decode[::-2]))
+
+    def cover_sampled(self, rows: int) -> int:
+        """The smallest of `sampled` of at least `rows`."""
+        return _cover(self.sampled, rows)
+
     def cover_decode(self, rows: int) -> int:
         """The smallest decode bucket of at least `rows`."""
         return _cover(self.decode, rows)

@@ -1,15 +1,16 @@
 """First come, first served, under one token budget a step; recomputes what it has to preempt.
 
-There are no phases: every sequence has tokens that are known or pending and a number of them that are computed, and a step
-lets computed catch up. The engine runs one step ahead, so a step is planned before the tokens of the one before it are
-known. What makes that safe:
+There are no phases: every sequence has tokens that are known or pending and a number of them that are computed, and a
+step lets computed catch up. The engine runs one step ahead, so a step is planned before the tokens of the one before
+it are known. What makes that safe:
 
 (a) Nothing is planned past a foreseeable end (max_tokens, the context).
-(b) An end found at commit(k) while k+1 is out drops that row of k+1 and frees its blocks at once: device calls are ordered
-    through the donated pool, so whoever gets the blocks writes to them later.
+(b) An end found at commit(k) while k+1 is out drops that row of k+1 and frees its blocks at once: device calls are
+    ordered through the donated pool, so whoever gets the blocks writes to them later.
 (c) A block is only shared when it is full of known tokens.
 (d) A preempted sequence with a pending token is not planned again before that token was committed.
-(e) A step that raised has lost the pool: `reset` sends everything that ran back to the queue, uncommitted steps are dropped.
+(e) A step that raised has lost the pool: `reset` sends everything that ran back to the queue, uncommitted steps are
+    dropped.
 """
 
 import bisect
@@ -154,7 +155,8 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute. Everything planned counts as computed from here on."""
+        """The next step, or None when there is nothing to compute. Everything planned counts as computed from here
+        on."""
         decoding = self._decoding()
         budget = self.config.max_num_batched_tokens - len(decoding)
         prefilling = [s for s in self.running if s.uncomputed > 1 or (s.uncomputed == 1 and s.wants_prompt_logprobs)]
@@ -255,7 +257,7 @@ class Scheduler:
             count=count,
             feedback=sequence.pending > 0,
             sample=count == sequence.uncomputed and sequence.remaining > 0,
-            score=sequence.wants_prompt_logprobs and start < sequence.num_prompt - 1,
+            score=sequence.wants_prompt_logprobs,
             admit=sequence.on_device_blocks == 0,
             first_new_block=sequence.on_device_blocks,
             new_blocks=tuple(sequence.blocks[sequence.on_device_blocks :]),
@@ -311,8 +313,8 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _fork(self, parent: Sequence) -> None:
-        """Lets the siblings start, with the parent's full prompt blocks if its prompt is computed. At least one prompt token
-        is left to each, to have something to sample from."""
+        """Lets the siblings start, with the parent's full prompt blocks if its prompt is computed. At least one
+        prompt token is left to each, to have something to sample from."""
         children, parent.children = parent.children, []
         shared = (parent.num_prompt - 1) // self.pool.block_size if parent.computed >= parent.num_prompt else 0
         for child in children:

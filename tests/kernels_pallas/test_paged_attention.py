@@ -15,7 +15,8 @@ run = jax.jit(paged_attention, static_argnames=("scale", "implementation"))
 
 
 def make_case(rows, *, page_size, seed=0, decode=False, dtype=jnp.float32, poison=np.nan, num_rows=8):
-    """`rows` are (kv_len, queries). Every slot that no row wrote holds `poison`; tables are padded with random pages."""
+    """`rows` are (kv_len, queries). Every slot that no row wrote holds `poison`; tables are padded with random
+    pages."""
     rng = np.random.default_rng(seed)
     num_pages = 1 + num_rows * PAGES_PER_ROW
     pools = np.full((2, num_pages, KV_HEADS, page_size, HEAD_DIM), poison, np.float32)
@@ -39,7 +40,10 @@ def make_case(rows, *, page_size, seed=0, decode=False, dtype=jnp.float32, poiso
     if dtype == jnp.bfloat16:
         keys, values = (jax.lax.bitcast_convert_type(x, storage_dtype(dtype, "cpu")) for x in (keys, values))
     batch = PagedBatch(
-        query_start=jnp.asarray(query_start), kv_len=jnp.asarray(kv_len), block_tables=jnp.asarray(tables), decode=decode
+        query_start=jnp.asarray(query_start),
+        kv_len=jnp.asarray(kv_len),
+        block_tables=jnp.asarray(tables),
+        decode=decode,
     )
     real = len(rows) if decode else int(query_start[len(rows)])
     return (query, keys, values, batch), real

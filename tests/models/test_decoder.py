@@ -107,12 +107,14 @@ def test_ck_03_head_and_tie_flag(tied, head, tmp_path, caplog):
 
 def test_ck_03_untied_config_without_a_head_is_refused(tmp_path):
     directory = edit_tensors(tiny.write_tiny(tmp_path, "llama"), lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(CheckpointError, match="missing tensor lm_head.weight.*tie_word_embeddings"):
+    with pytest.raises(CheckpointError, match=r"missing tensor lm_head.weight.*tie_word_embeddings"):
         load(directory)
 
 
 def test_unknown_architecture_lists_the_supported_ones():
-    with pytest.raises(UnsupportedModel, match="MambaForCausalLM.*LlamaForCausalLM.*Qwen2ForCausalLM.*Qwen3ForCausalLM"):
+    with pytest.raises(
+        UnsupportedModel, match=r"MambaForCausalLM.*LlamaForCausalLM.*Qwen2ForCausalLM.*Qwen3ForCausalLM"
+    ):
         model_config({"architectures": ["MambaForCausalLM"]})
 
 
@@ -127,5 +129,8 @@ def test_what_is_not_computed_is_refused(change):
 def test_older_rope_spelling_is_the_same():
     new = tiny.config("llama3")
     old = {k: v for k, v in new.items() if k != "rope_parameters"}
-    old |= {"rope_theta": 10000.0, "rope_scaling": {k: v for k, v in new["rope_parameters"].items() if k != "rope_theta"}}
+    old |= {
+        "rope_theta": 10000.0,
+        "rope_scaling": {k: v for k, v in new["rope_parameters"].items() if k != "rope_theta"},
+    }
     assert dataclasses.asdict(model_config(old)) == dataclasses.asdict(model_config(new))
