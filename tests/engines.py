@@ -1,0 +1,176 @@
+"""Engines over tiny checkpoints. Compiling is what is slow here, so programs are compiled once a process and shared.
+
+`load_tiny(name)` compiles one of SETUPS; `sharing(loaded, ...)` lets Engine, AsyncEngine and LLM be made over it in no time,
+with fresh device state and with limits that need no other programs: fewer blocks, a smaller budget, a shorter context. Use one
+engine over the same `loaded` at a time.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import jax
+
+from omni_jax.engine import engine as engine_module
+from omni_jax.engine import loading
+from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.engine import Engine
+from omni_jax.engine.loading import Loaded
+from omni_jax.requests import Delta, Request, SamplingParams, TokenLogprob
+from omni_jax.runtime import runner
+from omni_jax.scheduling import Buckets
+from tests import tiny
+
+CACHE = Path(__file__).parents[1] / ".cache" / "xla-tests"
+BLOCK_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is compiled of which tiny checkpoint."""
+
+    variant: str = "llama"
+    decode: tuple[int, ...] = (2,)
+    mixed: tuple[int, ...] = (32,)
+    heads: tuple[str, ...] = ("greedy",)
+    dtype: str = "float32"
+
+    def config(self, model_dir: Path, **options) -> EngineConfig:
+        return EngineConfig(
+            model_dir=model_dir,
+            max_num_seqs=self.decode[-1],
+            max_num_batched_tokens=self.mixed[-1],
+            block_size=BLOCK_SIZE,
+            dtype=self.dtype,
+            compilation_cache_dir=CACHE,
+            **options,
+        )
+
+
+SETUPS = {
+    "main": Setup(decode=(1, 8), mixed=(16, 64), heads=("greedy", "sample", "full")),
+    "bfloat16": Setup(decode=(2, 8), mixed=(16, 64), dtype="bfloat16"),
+} | {variant: Setup(variant=variant) for variant in tiny.VARIANTS if variant != "llama"}
+
+
+@functools.cache
+def checkpoint(variant: str) -> Path:
+    directory = tempfile.mkdtemp(prefix="omni-jax-tests-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return tiny.write_tiny(directory, variant)
+
+
+@functools.cache
+def load_tiny(name: str) -> Loaded:
+    """A compiled setup."""
+    return compile_tiny(SETUPS[name])
+
+
+def compile_tiny(setup: Setup, **options) -> Loaded:
+    """Loads with the setup's few buckets in place of the default ones."""
+    buckets = Buckets(decode=setup.decode, mixed=setup.mixed)
+    with (
+        _one_process_at_a_time(),
+        mock.patch.object(loading, "default_buckets", lambda **_: buckets),
+        mock.patch.object(runner, "VARIANTS", setup.heads),
+    ):
+        return loading.load(setup.config(checkpoint(setup.variant), **options))
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time() -> Iterator[None]:
+    """Two workers must not compile the same, and JAX's cache writes files that another process may read half-written."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # nothing is written without the lock
+
+
+@contextlib.contextmanager
+def sharing(loaded: Loaded, **limits) -> Iterator[Path]:
+    """Within it, engines are made of `loaded`, with fields of EngineInfo changed by `limits`. Gives the model's directory."""
+    loaded.runner.reset()
+    changed = dataclasses.replace(loaded, info=dataclasses.replace(loaded.info, **limits))
+    with mock.patch.object(engine_module, "load", lambda config, progress: changed):
+        yield Path(loaded.info.model_dir)
+
+
+def make_engine(loaded: Loaded, *, seed: int | None = None, **limits) -> Engine:
+    with sharing(loaded, **limits) as model_dir:
+        return Engine(EngineConfig(model_dir=model_dir, seed=seed))
+
+
+# -- requests and answers ---------------------------------------------------------------------------------------------
+
+
+def greedy(**fields) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 64, "ignore_eos": True} | fields)
+
+
+def request(name: str, prompt: int | Iterable[int], params: SamplingParams | None = None) -> Request:
+    """A request for so many tokens of tiny.prompt, or for these."""
+    ids = tiny.prompt(prompt) if isinstance(prompt, int) else prompt
+    return Request(id=name, prompt_ids=tuple(ids), params=params or greedy())
+
+
+@dataclasses.dataclass(kw_only=True)
+class Answer:
+    """All deltas of one continuation, put together."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    def take(self, delta: Delta) -> None:
+        assert self.finish_reason is None, f"a delta after the last one: {delta}"
+        self.tokens += delta.token_ids
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "prompt logprobs came twice"
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
+
+
+Answers = dict[tuple[str, int], Answer]
+
+
+def run(engine: Engine, *requests: Request, each_step: Callable[[], Iterable[Delta] | None] = lambda: None) -> Answers:
+    """Runs requests, and all else the engine has, to the end; answers by (request id, index). `each_step` is called after each
+    step and may bring deltas of its own."""
+    for item in requests:
+        engine.add(item)
+    answers: Answers = {}
+    steps = 0
+    while engine.has_work:
+        for delta in [*engine.step(), *(each_step() or ())]:
+            answers.setdefault((delta.request_id, delta.index), Answer()).take(delta)
+        steps += 1
+        assert steps < 10_000, "the engine does not come to an end"
+    assert_idle(engine)
+    return answers
+
+
+def alone(loaded: Loaded, item: Request, **limits) -> Answer:
+    """The first continuation of a request that has an engine for itself."""
+    return run(make_engine(loaded, **limits), item)[item.id, 0]
+
+
+def assert_idle(engine: Engine) -> None:
+    """OP-04: nothing is held when there is nothing to do."""
+    stats = engine.stats()
+    assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
