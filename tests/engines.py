@@ -1,8 +1,8 @@
-"""Engines over tiny checkpoints. Compiling is what is slow here, so programs are compiled once a process and shared.
+"""Engines over tiny checkpoints. Compiling is what is slow here, so programs are compiled once and shared.
 
-`load_tiny(name)` compiles one of SETUPS; `sharing(loaded, ...)` lets Engine, AsyncEngine and LLM be made over it in no time,
-with fresh device state and with limits that need no other programs: fewer blocks, a smaller budget, a shorter context. Use one
-engine over the same `loaded` at a time.
+`load_tiny(name)` compiles one of SETUPS; `sharing(loaded, ...)` lets Engine, AsyncEngine and LLM be made over it in no
+time, with fresh device state and with limits that need no other programs: fewer blocks, a smaller budget, a shorter
+context. Use one engine over the same `loaded` at a time.
 """
 
 import atexit
@@ -78,7 +78,7 @@ def compile_tiny(setup: Setup, **options) -> Loaded:
     buckets = Buckets(decode=setup.decode, mixed=setup.mixed)
     with (
         _one_process_at_a_time(),
-        mock.patch.object(loading, "default_buckets", lambda **_: buckets),
+        mock.patch.object(loading, "default_buckets", return_value=buckets),
         mock.patch.object(runner, "VARIANTS", setup.heads),
     ):
         return loading.load(setup.config(checkpoint(setup.variant), **options))
@@ -86,7 +86,7 @@ def compile_tiny(setup: Setup, **options) -> Loaded:
 
 @contextlib.contextmanager
 def _one_process_at_a_time() -> Iterator[None]:
-    """Two workers must not compile the same, and JAX's cache writes files that another process may read half-written."""
+    """Two workers need not compile the same, and one must not read a file of JAX's cache that is half written."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -98,10 +98,10 @@ def _one_process_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing(loaded: Loaded, **limits) -> Iterator[Path]:
-    """Within it, engines are made of `loaded`, with fields of EngineInfo changed by `limits`. Gives the model's directory."""
+    """Within it, engines are made of `loaded`, with fields of EngineInfo changed by `limits`. Gives the directory."""
     loaded.runner.reset()
     changed = dataclasses.replace(loaded, info=dataclasses.replace(loaded.info, **limits))
-    with mock.patch.object(engine_module, "load", lambda config, progress: changed):
+    with mock.patch.object(engine_module, "load", return_value=changed):
         yield Path(loaded.info.model_dir)
 
 
@@ -150,8 +150,8 @@ Answers = dict[tuple[str, int], Answer]
 
 
 def run(engine: Engine, *requests: Request, each_step: Callable[[], Iterable[Delta] | None] = lambda: None) -> Answers:
-    """Runs requests, and all else the engine has, to the end; answers by (request id, index). `each_step` is called after each
-    step and may bring deltas of its own."""
+    """Runs requests, and all else the engine has, to the end; answers by (request id, index). `each_step` is called after
+    each step and may bring deltas of its own."""
     for item in requests:
         engine.add(item)
     answers: Answers = {}

@@ -70,6 +70,17 @@ def test_logprobs_of_generated_tokens_are_those_of_transformers_logits():
         assert entry.logprob == entry.top[0][1]
 
 
+def test_generation_after_a_scored_prompt_is_transformers():
+    """Prompts that end at a block's edge among them: the next token needs a block before the scores were read."""
+    golden = golden_tokens("llama")
+    params = greedy(prompt_logprobs=0)
+    for lengths in [(length,) for length in golden] + [tuple(golden)]:
+        answers = run(make_engine(load_tiny("main")), *(request(str(length), length, params) for length in lengths))
+        for length in lengths:
+            assert answers[str(length), 0].tokens == golden[length], f"prompt of {length} among {lengths}"
+            assert len(answers[str(length), 0].prompt_logprobs) == length
+
+
 @pytest.mark.parametrize("variant", [name for name in tiny.VARIANTS if name != "llama"])
 def test_other_decoders_are_transformers(variant):
     check_batched(variant, variant)

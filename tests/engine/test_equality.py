@@ -1,0 +1,171 @@
+"""Alone == batched == chunked == preempted, by the tiers of docs/determinism.md (decision 15)."""
+
+import pytest
+
+from omni_jax.requests import Request, SamplingParams
+from tests import tiny
+from tests.engines import Answer, alone, greedy, load_tiny, make_engine, request, run
+
+TOLERANCE = 1e-4  # of log-probabilities in float32
+
+REQUESTS = {
+    "greedy": request("greedy", 33, greedy(max_tokens=90, logprobs=5)),
+    "long prompt": request("long prompt", 150, greedy(max_tokens=20, logprobs=1, prompt_logprobs=2)),
+    "one token": request("one token", 1, greedy(max_tokens=100, logprobs=0)),
+    "seed": request("seed", 17, SamplingParams(temperature=1.0, seed=7, max_tokens=90, logprobs=2, ignore_eos=True)),
+    "cut-offs": request("cut-offs", 16, SamplingParams(temperature=0.8, top_k=30, top_p=0.9, seed=-3, max_tokens=90)),
+    "penalties": request(
+        "penalties",
+        15,
+        greedy(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4, max_tokens=80, logprobs=3),
+    ),
+    "block edge": request("block edge", 32, greedy(max_tokens=70, prompt_logprobs=0)),
+    "min tokens": request(
+        "min tokens",
+        2,
+        SamplingParams(temperature=1.5, seed=11, min_tokens=12, max_tokens=40, logit_bias={2: 10.0, 5: 1.5}),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def main():
+    return load_tiny("main")
+
+
+@pytest.fixture(scope="module")
+def solo(main):
+    """The oracle: each request alone, in an engine with a large pool, prompts in one step where they fit."""
+    return {name: alone(main, item) for name, item in REQUESTS.items()}
+
+
+def assert_same(found: Answer, expected: Answer, name: str) -> None:
+    assert found.tokens == expected.tokens, name
+    assert (found.text, found.finish_reason, found.stop_reason) == (
+        expected.text,
+        expected.finish_reason,
+        expected.stop_reason,
+    ), name
+    assert_close(found.logprobs, expected.logprobs)
+    assert (found.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+    assert_close(found.prompt_logprobs or (), expected.prompt_logprobs or ())
+
+
+def assert_close(found, expected) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert (one.token_id, one.text_offset) == (other.token_id, other.text_offset)
+        assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
+        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=TOLERANCE)
+
+
+def test_requests_are_worth_comparing(solo):
+    assert {answer.finish_reason for answer in solo.values()} == {"stop", "length"}
+    assert sorted(len(answer.tokens) for answer in solo.values())[3] > 60
+
+
+def test_batched_equals_alone(main, solo):
+    answers = run(make_engine(main), *REQUESTS.values())
+    for name, expected in solo.items():
+        assert_same(answers[name, 0], expected, name)
+
+
+def test_batched_in_another_order_equals_alone(main, solo):
+    answers = run(make_engine(main), *reversed(REQUESTS.values()))
+    for name, expected in solo.items():
+        assert_same(answers[name, 0], expected, name)
+
+
+@pytest.mark.parametrize("budget", [16, 37])
+def test_sch_06_chunks_equal_the_whole(main, solo, budget):
+    """16 is the smallest program; 37 is a multiple of nothing."""
+    answers = run(make_engine(main, max_num_batched_tokens=budget), *REQUESTS.values())
+    for name, expected in solo.items():
+        assert_same(answers[name, 0], expected, name)
+
+
+def test_pre_01_preempted_equals_alone(main, solo):
+    """A pool that holds about a third of what the batch needs."""
+    engine = make_engine(main, num_blocks=16, max_model_len=15 * 16)
+    answers = run(engine, *REQUESTS.values())
+    assert engine.stats().num_preemptions > 3
+    for name, expected in solo.items():
+        assert_same(answers[name, 0], expected, name)
+
+
+def test_pre_03_preempted_again_and_again_in_small_chunks(main, solo):
+    """Sampling state, counts of penalties, logprobs and prompt logprobs survive; nothing is emitted twice."""
+    engine = make_engine(main, num_blocks=13, max_model_len=12 * 16, max_num_batched_tokens=16)
+    answers = run(engine, *REQUESTS.values())
+    assert engine.stats().num_preemptions > 3
+    for name, expected in solo.items():
+        assert_same(answers[name, 0], expected, name)
+
+
+def test_pre_03_half_a_stop_string_survives_preemption(main):
+    """The text held back as the beginning of a stop string is not lost, and not shown twice."""
+    free = alone(main, request("free", 33, greedy(max_tokens=60)))
+    end = len(free.text) * 2 // 3
+    real, never = free.text[end - 3 : end], free.text[end - 3 : end + 20] + "never"
+    stopped = greedy(max_tokens=60, stop=(never, real), logprobs=0)
+    items = [request(f"s{i}", 33, stopped) for i in range(6)]
+    expected = alone(main, items[0])
+    assert expected.finish_reason == "stop"
+    assert expected.stop_reason == real
+    assert expected.text == free.text[: free.text.index(real)]
+    engine = make_engine(main, num_blocks=14, max_model_len=13 * 16)
+    answers = run(engine, *items)
+    assert engine.stats().num_preemptions > 0
+    for item in items:
+        assert_same(answers[item.id, 0], expected, item.id)
+
+
+def test_continuations_equal_a_request_each(main):
+    """n=3 with a seed: choice i is drawn with key (seed, i), whoever computes the prompt."""
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
+    wide = run(make_engine(main), request("n", 40, params))
+    tight = run(
+        make_engine(main, num_blocks=9, max_model_len=8 * 16, max_num_batched_tokens=16), request("n", 40, params)
+    )
+    for index in range(3):
+        assert_same(tight["n", index], wide["n", index], str(index))
+    assert len({tuple(answer.tokens) for answer in wide.values()}) == 3
+
+
+# -- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+CHUNK_TOLERANCE = 0.05  # most rows are equal to 1e-6; a rounding that flips early in a prompt moves what follows
+BF16_TOLERANCE = 0.4  # the tiny model has few dimensions and wide logits: real models are closer
+
+
+@pytest.fixture(scope="module")
+def bfloat16():
+    return load_tiny("bfloat16")
+
+
+def bf16_requests() -> list[Request]:
+    return [request(str(n), n, greedy(logprobs=2, max_tokens=40)) for n in (*tiny.PROMPT_LENGTHS[:7], 40)]
+
+
+def test_bfloat16_chunked_differs_from_whole_within_tolerance(bfloat16):
+    """Log-probabilities agree up to the first differing token, and there the two best were closer than the tolerance."""
+    answers = run(make_engine(bfloat16, max_num_batched_tokens=16), *bf16_requests())
+    for item in bf16_requests():
+        assert_within(answers[item.id, 0], alone(bfloat16, item), CHUNK_TOLERANCE)
+
+
+def test_bfloat16_is_float32_within_tolerance(bfloat16, main):
+    for item in bf16_requests():
+        assert_within(alone(bfloat16, item), alone(main, item), BF16_TOLERANCE)
+
+
+def assert_within(found: Answer, expected: Answer, tolerance: float) -> None:
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        if one.token_id != other.token_id:
+            (_, best), (_, second) = other.top
+            assert best - second < tolerance
+            return
+        assert one.logprob == pytest.approx(other.logprob, abs=tolerance)
