@@ -1,0 +1,95 @@
+"""This project's engine, stepped by hand."""
+
+import argparse
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import jax
+
+from benchmarks.worker import serve
+from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.engine import Engine
+from omni_jax.requests import Request, SamplingParams
+
+SLACK = 64  # tokens more than asked for: who is prefilled first decodes while the others are still being prefilled
+
+
+class EngineCase:
+    """A benchmarks.worker.Contender. Settings are the engine's defaults, but for the dtype and max_model_len."""
+
+    def __init__(self, directory: Path, dtype: str, max_model_len: int):
+        self._engine = Engine(EngineConfig(model_dir=directory, dtype=dtype, max_model_len=max_model_len))
+        self._names = itertools.count()
+        self._tokens: dict[str, list[int]] = {}
+
+    def describe(self):
+        info = self._engine.info
+        return {
+            "name": "omni-jax",
+            "version": f"JAX {jax.__version__}",
+            "weight_mib": info.weight_bytes >> 20,
+            "kv_cache_mib": info.kv_cache_bytes >> 20,
+            "executables": len(info.executables),
+            "compile_seconds": round(info.compile_seconds, 1),
+            "cache_hits": info.cache_hits,
+        }
+
+    def open(self, prompts, room):
+        params = SamplingParams(temperature=0.0, max_tokens=room + SLACK, ignore_eos=True)
+        requests = [Request(id=f"{next(self._names)}", prompt_ids=tuple(p), params=params) for p in prompts]
+        self._tokens = {request.id: [] for request in requests}
+        begin = time.perf_counter()
+        for request in requests:
+            self._engine.add(request)
+        while not all(self._tokens.values()):
+            self._step()
+        seconds = time.perf_counter() - begin
+        self._settle(0.05)
+        return seconds
+
+    def decode(self, steps):
+        self._step()  # reads the step that was left on its way, and dispatches the first that counts
+        before = self._made()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self._step()
+        seconds = time.perf_counter() - begin
+        if (made := self._made() - before) != steps * len(self._tokens):
+            raise RuntimeError(f"{steps} steps of {len(self._tokens)} sequences made {made} tokens: they do not fit")
+        self._settle(seconds / steps)
+        stats = self._engine.stats()
+        return {
+            "seconds": seconds,
+            "step_seconds": statistics.median(stats.step_seconds[-steps:]),
+            "host_gap_seconds": statistics.median(stats.host_gap_seconds[-steps:]),
+            "compiles_after_warmup": stats.compiles_after_warmup,
+        }
+
+    def close(self):
+        for name in self._tokens:
+            self._engine.abort(name)
+        while self._engine.has_work:
+            self._engine.step()
+        return list(self._tokens.values())
+
+    def _step(self):
+        for delta in self._engine.step():
+            self._tokens[delta.request_id] += delta.token_ids
+
+    def _made(self):
+        return sum(map(len, self._tokens.values()))
+
+    def _settle(self, step_seconds):
+        """The engine runs a step ahead: lets that step end, so that it does not compute while another is timed."""
+        time.sleep(2 * step_seconds + 0.02)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="worker of benchmarks.cpu")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    args = parser.parse_args()
+    serve("omni-jax", lambda: EngineCase(args.directory, args.dtype, args.max_model_len))

@@ -1,0 +1,89 @@
+"""The far end of a benchmark: a process with one contender in it that does what it is told, a line of JSON at a time.
+
+Only the standard library is imported: a contender may live in an environment that knows nothing of this project.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Contender(Protocol):
+    """Something that continues token sequences greedily, all of them in one batch."""
+
+    def describe(self) -> dict[str, Any]:
+        """What is being measured: at least "name" and "version"."""
+        ...
+
+    def open(self, prompts: list[list[int]], room: int) -> float:
+        """Prepares (compiles) for these prompts and `room` tokens after each, then computes the first token of each.
+
+        Returns:
+            seconds until every sequence had its first token, preparation left out.
+        """
+        ...
+
+    def decode(self, steps: int) -> dict[str, Any]:
+        """Computes `steps` more tokens of each. At least {"seconds": ...}; nothing may go on computing behind it."""
+        ...
+
+    def close(self) -> list[list[int]]:
+        """Forgets the sequences; the tokens each of them has got."""
+        ...
+
+
+def serve(name: str, make: Callable[[], Contender]) -> None:
+    """Answers commands until standard input ends. The first line that is written says what the contender is.
+
+    Commands are {"do": "open", "prompts", "room"}, {"do": "decode", "steps"} and {"do": "close"}. Each answer is an
+    object; those of open and decode have "seconds" and "others", how many cores other processes kept busy meanwhile.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints goes to the log
+
+    def answer(**what):
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        contender = make()
+    except ImportError as error:
+        answer(name=name, missing=f"not installed ({error})")
+        return
+    answer(**contender.describe())
+    for line in sys.stdin:
+        command = json.loads(line)
+        before = _busy()
+        if command["do"] == "open":
+            seconds = contender.open(command["prompts"], command["room"])
+            answer(seconds=seconds, others=_others(before), peak_mib=peak_mib())
+        elif command["do"] == "decode":
+            found = contender.decode(command["steps"])
+            answer(**found, others=_others(before), peak_mib=peak_mib())
+        elif command["do"] == "close":
+            answer(tokens=contender.close(), peak_mib=peak_mib())
+
+
+def peak_mib() -> int:
+    """Most memory this process has held, in MiB (VmHWM)."""
+    with open("/proc/self/status") as stream:
+        line = next(line for line in stream if line.startswith("VmHWM"))
+    return int(line.split()[1]) // 1024
+
+
+def _busy() -> tuple[float, float, float]:
+    """Seconds: the wall clock, all cores' busy time, this process's part of it."""
+    with open("/proc/stat") as stream:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, stream.readline().split()[1:])
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), busy, used.ru_utime + used.ru_stime
+
+
+def _others(before: tuple[float, float, float]) -> float:
+    wall, busy, mine = (now - then for now, then in zip(_busy(), before, strict=True))
+    return round(max(0.0, (busy - mine) / max(wall, 1e-6)), 2)

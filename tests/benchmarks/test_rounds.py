@@ -1,0 +1,50 @@
+import pytest
+
+from benchmarks import cases
+from benchmarks.rounds import Series, faster, first_difference, long_row_ratio, speedup
+
+
+def test_a_speedup_compares_within_rounds():
+    # The machine was three times slower in the second round; medians taken apart would say 2.0 / 1.5.
+    mine = Series(name="mine", tokens=8, seconds=(1.0, 3.0, 1.0))
+    theirs = Series(name="theirs", tokens=8, seconds=(1.5, 4.5, 1.5))
+    assert speedup(mine, theirs) == pytest.approx(1.5)
+    assert speedup(theirs, mine) == pytest.approx(1 / 1.5)
+
+
+def test_a_speedup_counts_tokens_and_ignores_one_bad_round():
+    mine = Series(name="mine", tokens=16, seconds=(2.0, 2.0, 40.0))
+    theirs = Series(name="theirs", tokens=8, seconds=(1.0, 1.0, 1.0))
+    assert speedup(mine, theirs) == pytest.approx(1.0)
+
+
+def test_rounds_that_do_not_pair_are_refused():
+    with pytest.raises(ValueError, match="mine has 2 rounds and theirs has 1"):
+        speedup(Series(name="mine", tokens=1, seconds=(1.0, 1.0)), Series(name="theirs", tokens=1, seconds=(1.0,)))
+
+
+def test_the_faster_by_the_median_of_rounds():
+    steady = Series(name="steady", tokens=10, seconds=(1.0, 1.0, 1.0))
+    lucky = Series(name="lucky", tokens=10, seconds=(0.1, 2.0, 2.0))
+    assert steady.tokens_per_second == pytest.approx(10.0)
+    assert faster([lucky, steady]) is steady
+
+
+def test_tokens_are_compared_as_far_as_both_go():
+    assert first_difference([[1, 2, 3], [4, 5]], [[1, 2], [4, 6, 7]]) == {1: 1}
+    assert first_difference([[1, 2, 3]], [[1, 2, 3, 4]]) == {}
+
+
+def test_the_long_row_may_cost_its_own_and_no_more():
+    assert long_row_ratio(mixed=3.0, short=1.0, alone=2.0) == pytest.approx(1.0)
+
+
+def test_prompts_are_the_same_every_time_and_inside_the_vocabulary():
+    lengths = next(case.lengths for case in cases.CASES if case.name == "mixed-24")
+    assert len(lengths) == 24
+    assert min(lengths) >= 33
+    assert max(lengths) <= 300
+    first, second = cases.prompts(lengths, 1000), cases.prompts(lengths, 1000)
+    assert first == second
+    assert [len(p) for p in first] == list(lengths)
+    assert all(300 <= token < 700 for p in first for token in p)
