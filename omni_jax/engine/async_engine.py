@@ -98,7 +98,13 @@ class AsyncEngine:
         stream = self._streams[request.id] = DeltaStream(request.params.n)
 
         def add(engine: Engine) -> list[Delta]:
-            engine.add(request)
+            try:
+                engine.add(request)
+            except InvalidRequest as error:  # refused after all: its stream must end, and the engine go on
+                return [
+                    Delta(request_id=request.id, index=index, finish_reason="error", error=str(error))
+                    for index in range(request.params.n)
+                ]
             return []
 
         self._order(add)
