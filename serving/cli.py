@@ -187,6 +187,7 @@ def generate(
             "compilation_cache_dir": compilation_cache_dir,
         }
         options = {name: value for name, value in options.items() if value is not None}
+        options["max_num_seqs"] = 1  # one prompt: a fraction of the executables to compile
         _engine_config(model_dir=model_dir, **options)
         from omni_jax import LLM
         from omni_jax.requests import SamplingParams
