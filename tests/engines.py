@@ -30,6 +30,7 @@ from tests import tiny
 
 CACHE = Path(__file__).parents[1] / ".cache" / "xla-tests"
 BLOCK_SIZE = 16
+BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # keys and values, layers, tokens, KV heads, head_dim, float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Setup:
     heads: tuple[str, ...] = ("greedy",)
     dtype: str = "float32"
 
-    def config(self, model_dir: Path, **options) -> EngineConfig:
+    def config(self, model_dir: Path, *, kv_cache_memory_bytes: int = 500 * BLOCK_BYTES) -> EngineConfig:
         return EngineConfig(
             model_dir=model_dir,
             max_num_seqs=self.decode[-1],
@@ -50,7 +51,7 @@ class Setup:
             block_size=BLOCK_SIZE,
             dtype=self.dtype,
             compilation_cache_dir=CACHE,
-            **options,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
         )
 
 
@@ -77,7 +78,7 @@ def compile_tiny(setup: Setup, **options) -> Loaded:
     """Loads with the setup's few buckets in place of the default ones."""
     buckets = Buckets(decode=setup.decode, mixed=setup.mixed)
     with (
-        _one_process_at_a_time(),
+        one_process_at_a_time(),
         mock.patch.object(loading, "default_buckets", return_value=buckets),
         mock.patch.object(runner, "VARIANTS", setup.heads),
     ):
@@ -85,7 +86,7 @@ def compile_tiny(setup: Setup, **options) -> Loaded:
 
 
 @contextlib.contextmanager
-def _one_process_at_a_time() -> Iterator[None]:
+def one_process_at_a_time() -> Iterator[None]:
     """Two workers need not compile the same, and one must not read a file of JAX's cache that is half written."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
@@ -150,8 +151,8 @@ Answers = dict[tuple[str, int], Answer]
 
 
 def run(engine: Engine, *requests: Request, each_step: Callable[[], Iterable[Delta] | None] = lambda: None) -> Answers:
-    """Runs requests, and all else the engine has, to the end; answers by (request id, index). `each_step` is called after
-    each step and may bring deltas of its own."""
+    """Runs requests, and all else the engine has, to the end; answers by (request id, index). `each_step` is called
+    after each step and may bring deltas of its own."""
     for item in requests:
         engine.add(item)
     answers: Answers = {}

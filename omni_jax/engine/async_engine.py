@@ -161,6 +161,11 @@ class AsyncEngine:
             if not stream.unfinished:
                 del self._streams[delta.request_id]
 
+    def _die(self, engine: Engine, reason: str) -> None:
+        """Ends every stream, for the engine's thread has ended. Here, where no request can slip in meanwhile."""
+        self._dead = reason
+        self._deliver(self._obey(engine) + engine.fail("the engine failed while it computed this request"))
+
     # -- in the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self, ready: "asyncio.Future[None]") -> None:
@@ -170,27 +175,30 @@ class AsyncEngine:
             self._call(lambda error=error: ready.cancelled() or ready.set_exception(error))
             return
         self.info, self.tokenizer, self._engine = engine.info, engine.tokenizer, engine
-        self._call(lambda: ready.set_result(None))
+        self._call(lambda: ready.cancelled() or ready.set_result(None))
         try:
             while not (self._stopping and not self._orders):
                 self._step(engine)
         except Exception as error:
             logger.exception("the engine has stopped")
-            self._dead = f"the engine has stopped: {error}"
-            self._post(engine.fail("the engine failed while it computed this request"))
+            reason = f"the engine has stopped: {error}"
+            self._call(lambda: self._die(engine, reason))
 
     def _step(self, engine: Engine) -> None:
         if not engine.has_work and not self._orders:
             self._wake.wait()
         self._wake.clear()
         self._progressed = time.monotonic()
+        self._post(self._obey(engine))
+        if engine.has_work and not self._stopping:
+            self._post(engine.step())
+        self._progressed = time.monotonic()
+
+    def _obey(self, engine: Engine) -> list[Delta]:
         deltas = []
         while self._orders:
             deltas += self._orders.popleft()(engine)
-        if engine.has_work and not self._stopping:
-            deltas += engine.step()
-        self._progressed = time.monotonic()
-        self._post(deltas)
+        return deltas
 
     def _post(self, deltas: list[Delta]) -> None:
         if deltas:

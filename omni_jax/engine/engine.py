@@ -16,6 +16,7 @@ from omni_jax.engine.loading import Progress, load
 from omni_jax.engine.stats import EngineStats
 from omni_jax.memory import BlockPool
 from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, Sequence, TokenLogprob
+from omni_jax.requests.outputs import FinishReason
 from omni_jax.runtime import StepResult
 from omni_jax.scheduling import Accepted, Scheduler, SchedulerConfig
 from omni_jax.scheduling.scheduler import output_room
@@ -194,7 +195,7 @@ class Engine:
             piece = self._detokenizers[sequence].push(token, logprob)
             text, logprobs = piece.text, piece.logprobs
             if piece.stopped is not None:
-                self._stop(sequence, piece.stopped)
+                self._end(sequence, "stop", piece.stopped)
         if sequence.finish_reason is not None:
             return self._ended(sequence, text=text, token_ids=(token,), logprobs=logprobs)
         return Delta(
@@ -206,10 +207,10 @@ class Engine:
             prompt_logprobs=self._take_prompt_logprobs(sequence),
         )
 
-    def _stop(self, sequence: Sequence, stop: str) -> None:
-        """A stop string: overrules an end by length that the same token brought."""
-        self._scheduler.finish(sequence, "stop", stop)
-        sequence.finish_reason, sequence.stop_reason = "stop", stop
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
+        """Ends a sequence for what only the engine sees. Overrules an end by length that the same step brought."""
+        self._scheduler.finish(sequence, reason, stop_reason)
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def _ended(self, sequence: Sequence, *, text="", token_ids=(), logprobs=(), error=None) -> Delta:
         """The last delta of a sequence, with what its detokenizer held back."""
@@ -240,14 +241,17 @@ class Engine:
         taken = self._prompt_logprobs[request.id]
         wanted = request.params.prompt_logprobs
         assert wanted is not None
+        if (scored[:, 0] < 0).any():
+            self._end(row.sequence, "error")
+            return
         for position in range(len(taken) - 1, min(row.start + row.count, row.sequence.num_prompt - 1)):
             taken.append(token_logprob(scored[position - row.start], wanted))
 
     def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-        """Handed out once, with the first delta of the first continuation. Also where a request's prefill is
-        counted."""
+        """Handed out once, with the first delta of the first continuation, unless that ended before its prefill was
+        done. Also where a request's prefill is counted."""
         request = sequence.request
-        if sequence.index or request.id in self._prefilled:
+        if sequence.index or request.id in self._prefilled or sequence.finish_reason in ("abort", "error"):
             return None
         self._prefilled.add(request.id)
         self._stats.prompt_tokens += sequence.num_prompt

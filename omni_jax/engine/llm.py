@@ -65,6 +65,7 @@ class LLM:
         self.engine = Engine(EngineConfig(model_dir=model_dir, **options), progress)
         self.info, self.tokenizer = self.engine.info, self.engine.tokenizer
         self._names = itertools.count()
+        self._deltas: dict[str, collections.deque[Delta]] = {}  # of each live request, until its caller reads them
 
     def generate(
         self,
@@ -111,14 +112,19 @@ class LLM:
         else:
             ids = self._ids(cast(Prompt, prompt))
         request = self._request(ids, params or self.default_params())
-        self.engine.add(request)
+        self._add(request)
+        unfinished = request.params.n
         try:
-            while self.engine.has_work:
-                for delta in self.engine.step():
-                    if delta.request_id == request.id and delta.text:
+            while unfinished:
+                if not self._deltas[request.id]:
+                    self._step()
+                while self._deltas[request.id]:
+                    delta = self._deltas[request.id].popleft()
+                    unfinished -= delta.finish_reason is not None
+                    if delta.text:
                         yield delta.text
         finally:
-            self.engine.abort(request.id)
+            self._drop(request)
 
     def default_params(self) -> SamplingParams:
         """The sampling defaults of the model's generation_config.json."""
@@ -135,22 +141,36 @@ class LLM:
         requests = [self._request(ids, p) for ids, p in zip(prompts, each, strict=True)]
         for request in requests:
             self.engine.check(request)
-        waiting, deltas = collections.deque(requests), collections.defaultdict(list)
+        waiting, own = collections.deque(requests), {request.id for request in requests}
         unfinished = 0  # continuations in the engine
         try:
             while waiting or unfinished:
                 while waiting and unfinished < QUEUED * self.info.max_num_seqs:
                     unfinished += waiting[0].params.n
-                    self.engine.add(waiting.popleft())
-                for delta in self.engine.step():
-                    deltas[delta.request_id].append(delta)
-                    unfinished -= delta.finish_reason is not None
-        except BaseException:
+                    self._add(waiting.popleft())
+                unfinished -= sum(d.finish_reason is not None for d in self._step() if d.request_id in own)
             for request in requests:
-                self.engine.abort(request.id)
-            raise
-        for request in requests:
-            yield _output(request, deltas.pop(request.id))
+                yield _output(request, list(self._deltas[request.id]))
+        finally:
+            for request in requests:
+                self._drop(request)
+
+    def _add(self, request: Request) -> None:
+        self.engine.add(request)
+        self._deltas[request.id] = collections.deque()
+
+    def _step(self) -> list[Delta]:
+        """One step of the engine. It may compute for several callers: a stream can be left for a while and read on."""
+        deltas = self.engine.step()
+        for delta in deltas:
+            if delta.request_id in self._deltas:
+                self._deltas[delta.request_id].append(delta)
+        return deltas
+
+    def _drop(self, request: Request) -> None:
+        """Ends a request whose caller wants no more of it; does nothing when it has ended."""
+        self.engine.abort(request.id)
+        self._deltas.pop(request.id, None)
 
 
 def _many(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -140,13 +140,12 @@ def _size(config, model, weights, device, dtype, eos_token_ids) -> tuple[RunnerC
     )
     per_block = block_bytes(model, block_size=block_size, dtype=dtype)
     memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, device)
-    most = max_num_seqs * -(-wanted // block_size) + 1
-    num_blocks = num_pages = min(memory // per_block, most)
-    if num_pages >= 2:
-        num_blocks = num_pages = round_pages(num_pages)
+    longest = -(-wanted // block_size)
+    # Rounded up what is needed, and down what there is room for: a cache that is just large enough stays large enough.
+    num_blocks = num_pages = min(round_pages(memory // per_block), round_pages(max_num_seqs * longest + 1, up=True))
     held = (num_blocks - 1) * block_size
     if held < (config.max_model_len or 1):
-        needed = (-(-wanted // block_size) + 1) * per_block
+        needed = round_pages(longest + 1, up=True) * per_block
         raise ValueError(
             f"a KV cache of {memory:,} bytes holds {max(0, held)} tokens, max_model_len is {wanted}: give "
             f"--kv-cache-memory-bytes {needed} or more, or lower --max-model-len"

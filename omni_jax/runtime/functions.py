@@ -257,7 +257,7 @@ def logits_of(hidden, output_matrix):
 
 def _result(logits, token, top_logits, top_ids):
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - normaliser
+    chosen = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0] - normaliser
     token = jnp.where(jnp.isfinite(normaliser), token, -1)
     return jnp.concatenate(
         [

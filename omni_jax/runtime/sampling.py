@@ -34,15 +34,18 @@ def draw(
     min_p: Float[Array, "rows"],
     uniform: Float[Array, "rows"],
 ) -> Int[Array, "rows"]:
-    """One token a row: the most likely where the temperature says greedy, else drawn by `uniform` in [0, 1)."""
+    """One token a row: the most likely where the temperature says greedy, else drawn by `uniform` in [0, 1); -1 where
+    there is nothing to choose from, because logits are not numbers or none is above minus infinity."""
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    largest = logits.max(axis=-1)
     greedy = temperature <= GREEDY_TEMPERATURE
     scale = jnp.where(greedy, 1.0, temperature)
     # The largest becomes 1, so a tiny temperature gives exact zeros elsewhere and no infinity.
-    likelihood = jnp.exp((logits - logits.max(axis=-1, keepdims=True)) / scale[:, None])
+    likelihood = jnp.exp((logits - largest[:, None]) / scale[:, None])
     threshold = jnp.maximum(_threshold(likelihood, top_k, top_p), min_p)
     kept = jnp.where(likelihood >= threshold[:, None], likelihood, 0.0)
-    return jnp.where(greedy, best, _inverse_cdf(kept, uniform))
+    token = jnp.where(greedy, best, _inverse_cdf(kept, uniform))
+    return jnp.where(jnp.isfinite(largest), token, -1)
 
 
 def uniforms(keys: UInt[Array, "rows 2"], positions: Int[Array, "rows"]) -> Float[Array, "rows"]:

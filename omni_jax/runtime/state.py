@@ -70,8 +70,8 @@ def block_bytes(config: ModelConfig, *, block_size: int, dtype) -> int:
     return 2 * config.num_hidden_layers * block_size * row
 
 
-def round_pages(pages: int) -> int:
-    """The next lower number with five significant bits. The page count is part of every executable's shape, so free
-    memory that differs a little must not change it: the compilation cache would miss."""
+def round_pages(pages: int, *, up: bool = False) -> int:
+    """The next lower (or higher) number with five significant bits. The page count is part of every executable's shape,
+    so free memory that differs a little must not change it: the compilation cache would miss."""
     step = 1 << max(0, pages.bit_length() - 5)
-    return pages // step * step
+    return -(-pages // step) * step if up else pages // step * step

@@ -137,7 +137,7 @@ def test_continuations_equal_a_request_each(main):
 
 # -- bfloat16 ---------------------------------------------------------------------------------------------------------
 
-CHUNK_TOLERANCE = 0.05  # most rows are equal to 1e-6; a rounding that flips early in a prompt moves what follows
+CHUNK_TOLERANCE = 0.25  # what docs/determinism.md promises
 BF16_TOLERANCE = 0.4  # the tiny model has few dimensions and wide logits: real models are closer
 
 
@@ -151,7 +151,7 @@ def bf16_requests() -> list[Request]:
 
 
 def test_bfloat16_chunked_differs_from_whole_within_tolerance(bfloat16):
-    """Log-probabilities agree up to the first differing token, and there the two best were closer than the tolerance."""
+    """Logprobs agree up to the first differing token, and there the two best were closer than the tolerance."""
     answers = run(make_engine(bfloat16, max_num_batched_tokens=16), *bf16_requests())
     for item in bf16_requests():
         assert_within(answers[item.id, 0], alone(bfloat16, item), CHUNK_TOLERANCE)

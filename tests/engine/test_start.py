@@ -1,0 +1,173 @@
+"""What a start makes of settings and memory, and that a second one finds everything in the compilation cache."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoints.errors import CheckpointError
+from omni_jax import compat
+from omni_jax.engine import loading
+from omni_jax.engine.config import EngineConfig
+from omni_jax.requests import InvalidRequest
+from omni_jax.runtime import Runner
+from omni_jax.runtime.state import round_pages
+from tests import tiny
+from tests.engines import (
+    BLOCK_BYTES,
+    CACHE,
+    SETUPS,
+    checkpoint,
+    compile_tiny,
+    greedy,
+    load_tiny,
+    make_engine,
+    one_process_at_a_time,
+    request,
+    run,
+)
+
+
+def test_a_second_start_with_other_free_memory_only_hits_the_cache():
+    first = load_tiny("main")
+    assert first.runner_config.num_pages == 496
+    hits, compiled = compat.cache_hits(), compat.compilations()
+    second = compile_tiny(SETUPS["main"], kv_cache_memory_bytes=507 * BLOCK_BYTES + 123)
+    assert second.runner_config.num_pages == 496
+    programs = len(second.info.executables)
+    assert programs > 10
+    assert compat.compilations() - compiled == compat.cache_hits() - hits == second.info.cache_hits == programs
+    item = request("a", 33)
+    assert run(make_engine(second), item) == run(make_engine(first), item)
+
+
+@given(st.integers(0, 10**9))
+def test_page_counts_have_five_significant_bits(pages):
+    down, up = round_pages(pages), round_pages(pages, up=True)
+    assert down <= pages <= up
+    assert up - down <= max(0, pages // 16)
+    for rounded in (down, up):
+        assert round_pages(rounded) == round_pages(rounded, up=True) == rounded
+        assert rounded < 32 or rounded % (1 << (rounded.bit_length() - 5)) == 0
+    assert pages < 1 or down >= 1
+
+
+@pytest.fixture
+def dry(monkeypatch):
+    """Loads and sizes without compiling anything."""
+    monkeypatch.setattr(Runner, "start", lambda self, progress=None: {})
+
+    def load(blocks=100_000, progress=None, **options):
+        defaults = {
+            "model_dir": checkpoint("llama"),
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "block_size": 16,
+            "kv_cache_memory_bytes": int(blocks * BLOCK_BYTES),
+            "compilation_cache_dir": CACHE,
+        }
+        with one_process_at_a_time():
+            return loading.load(EngineConfig(**(defaults | options)), progress)
+
+    return load
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 37])
+@pytest.mark.parametrize("max_model_len", [None, 1024, 1000, 17, 1])
+def test_room_for_every_sequence_when_memory_is_plenty_and_not_much_more(dry, max_num_seqs, max_model_len):
+    info = dry(max_num_seqs=max_num_seqs, max_model_len=max_model_len).info
+    assert info.max_model_len == (max_model_len or 1024)
+    needed = max_num_seqs * -(-info.max_model_len // 16)
+    assert needed <= info.num_blocks - 1 <= needed * 1.07 + 1
+    assert info.kv_cache_bytes == info.num_blocks * BLOCK_BYTES
+
+
+def test_api_15_a_small_cache_shortens_the_context_everywhere(dry, caplog):
+    info = dry(blocks=20).info
+    assert info.max_model_len == 19 * 16
+    assert "max_model_len is 304, all the KV cache holds" in caplog.text
+    engine = make_engine(load_tiny("main"), num_blocks=info.num_blocks, max_model_len=info.max_model_len)
+    answers = run(engine, request("fits", 300, greedy(max_tokens=None)), request("scored", 304, greedy(max_tokens=0)))
+    assert len(answers["fits", 0].tokens) == 4
+    with pytest.raises(InvalidRequest, match=r"context length is 304 .* 304 tokens and asks for 1 more"):
+        engine.add(request("longer", 304, greedy(max_tokens=1)))
+
+
+@pytest.mark.parametrize("wanted", [1024, 1000, 528, 33])
+def test_a_cache_too_small_for_the_context_asked_for_says_what_would_do(dry, wanted):
+    with pytest.raises(ValueError, match="holds 16 tokens") as error:
+        dry(blocks=2, max_model_len=wanted)
+    assert f"max_model_len is {wanted}" in str(error.value)
+    needed = int(str(error.value).split("--kv-cache-memory-bytes ")[1].split()[0])
+    assert dry(kv_cache_memory_bytes=needed, max_model_len=wanted).info.max_model_len == wanted
+
+
+@pytest.mark.parametrize("blocks", [0.5, 1])
+def test_a_cache_without_a_usable_block_is_refused(dry, blocks):
+    with pytest.raises(ValueError, match="holds 0 tokens"):
+        dry(blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 1025}, "1025 is more than the 1024 positions"),
+        ({"max_num_seqs": 65}, r"max_num_batched_tokens \(64\) must be at least max_num_seqs \(65\)"),
+        ({"dtype": "int8"}, "dtype must be auto, float32 or bfloat16, got 'int8'"),
+        ({"block_size": 24}, "power of two, got 24"),
+        ({"max_num_seqs": 0}, "at least 1, got 0"),
+        ({"gpu_memory_utilization": 1.5}, r"\(0, 1\], got 1.5"),
+        ({"generation_config": "none"}, "got 'none'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_the_numbers(dry, options, message):
+    with pytest.raises(ValueError, match=message):
+        dry(**options)
+
+
+def test_a_directory_that_is_no_model_is_refused(dry, tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        dry(model_dir=tmp_path)
+
+
+def test_dtype_of_the_checkpoint_and_of_the_setting(dry, tmp_path):
+    assert dry().info.dtype == "float32"
+    half = dry(dtype="bfloat16").info
+    assert (half.dtype, half.kv_cache_bytes) == ("bfloat16", half.num_blocks * BLOCK_BYTES // 2)
+    assert half.weight_bytes * 2 == dry().info.weight_bytes
+    for stored in ("float16", "bfloat16"):
+        assert dry(model_dir=tiny.write_tiny(tmp_path / stored, "llama", dtype=stored)).info.dtype == "bfloat16"
+    assert np.dtype(jnp.bfloat16) == half.dtype
+
+
+def test_sampling_defaults_of_the_model(dry, tmp_path):
+    directory = tiny.write_tiny(tmp_path, "llama")
+    path = directory / "generation_config.json"
+    path.write_text(
+        '{"eos_token_id": 2, "do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": null}'
+    )
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert dry(model_dir=directory).info.default_sampling == expected
+    assert dry(model_dir=directory, generation_config="vllm").info.default_sampling == {}
+    path.write_text('{"eos_token_id": 2, "do_sample": false, "temperature": 0.6}')
+    assert dry(model_dir=directory).info.default_sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [('{"eos_token_id": [2, 0, 7]}', {0, 2, 7}), ('{"eos_token_id": 0}', {0}), ("{}", {2}), (None, {2})],
+)
+def test_every_eos_is_found(dry, tmp_path, generation, expected):
+    directory = tiny.write_tiny(tmp_path, "llama")
+    path = directory / "generation_config.json"
+    path.unlink() if generation is None else path.write_text(generation)
+    assert dry(model_dir=directory).eos_token_ids == expected
+
+
+def test_progress_names_each_tensor_and_ends_at_the_total(dry):
+    calls = []
+    dry(progress=lambda *call: calls.append(call))
+    load = [call for call in calls if call[0] == "load"]
+    assert [done for _, done, _, _ in load] == sorted(done for _, done, _, _ in load)
+    assert {total for _, _, total, _ in load} == {load[-1][1]}
