@@ -46,10 +46,10 @@ class Sequence:
     scheduled_at: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_prompt: int = dataclasses.field(init=False)
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+    def __post_init__(self):
+        self.num_prompt = len(self.request.prompt_ids)
 
     @property
     def num_output(self) -> int:

@@ -49,7 +49,7 @@ class Buckets:
         padding up to the bucket that holds them all.
         """
         below = [size for size in self.mixed if certain < size < wanted]
-        whole = self._cost(wanted)
+        whole = self.cover_mixed(wanted) + self.overhead
         if below and below[-1] + self.overhead + self._cost(wanted - below[-1] + certain) < whole:
             return below[-1]
         return wanted

@@ -48,6 +48,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence decodes one token a step"
             )
+        if self.buckets.rows < self.max_num_seqs or self.buckets.mixed[-1] < self.max_num_batched_tokens:
+            raise ValueError(
+                f"the largest buckets ({self.buckets.rows} rows, {self.buckets.mixed[-1]} tokens) must hold a full "
+                f"step: max_num_seqs is {self.max_num_seqs}, max_num_batched_tokens {self.max_num_batched_tokens}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,10 +132,7 @@ class Scheduler:
             return
         self._fork(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        _remove(self.running if sequence.slot is not None else self.waiting, sequence)
         self._release(sequence)
         siblings = self._live[sequence.request.id]
         if all(sibling.finish_reason is not None for sibling in siblings):
@@ -147,7 +149,7 @@ class Scheduler:
         """After a step that raised: what ran and what was sampled is computed again (contract e)."""
         for sequence in [s for family in self._live.values() for s in family if s.finish_reason is None]:
             sequence.pending = 0
-            if sequence in self.running:
+            if sequence.slot is not None:
                 self._preempt(sequence)
             else:
                 self._release(sequence)
@@ -157,9 +159,8 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Everything planned counts as computed from here
         on."""
-        decoding = self._decoding()
+        decoding, prefilling = self._catching_up()
         budget = self.config.max_num_batched_tokens - len(decoding)
-        prefilling = [s for s in self.running if s.uncomputed > 1 or (s.uncomputed == 1 and s.wants_prompt_logprobs)]
         wanted = sum(s.uncomputed for s in prefilling)
         admissible = self._admissible(budget - wanted)
         wanted = min(budget, wanted + sum(s.uncomputed for s in admissible))
@@ -183,17 +184,23 @@ class Scheduler:
         size = buckets.cover_decode(len(rows)) if decode else buckets.cover_mixed(sum(row.count for row in rows))
         return StepPlan(rows=tuple(rows), decode=decode, size=size)
 
-    def _decoding(self) -> list[Sequence]:
-        """Running sequences with one token to compute, each with the block it needs; preempts for it, latest first."""
-        planned = []
+    def _catching_up(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences with one token to compute, each with the block it needs; and those with more or to score.
+
+        Preempts for the blocks, latest first: whoever is preempted comes later in `running` and is in no list yet.
+        """
+        decoding, prefilling = [], []
         for sequence in list(self.running):
-            if sequence.slot is None or sequence.uncomputed != 1 or sequence.wants_prompt_logprobs:
+            if sequence.slot is None:
                 continue
-            if sequence.computed >= sequence.num_prompt and sequence.remaining <= 0:
-                continue  # (a): its last token is in flight
-            if self._grow(sequence):
-                planned.append(sequence)
-        return planned
+            uncomputed = sequence.uncomputed
+            if uncomputed > 1 or (uncomputed and sequence.wants_prompt_logprobs):
+                prefilling.append(sequence)
+            elif not uncomputed or (sequence.computed >= sequence.num_prompt and sequence.remaining <= 0):
+                continue  # (a): its end is in flight
+            elif self._grow(sequence):
+                decoding.append(sequence)
+        return decoding, prefilling
 
     def _grow(self, sequence: Sequence) -> bool:
         """Blocks for one more token; whoever came last is preempted for it, at worst the sequence itself."""
@@ -240,9 +247,8 @@ class Scheduler:
             return False
         sequence.blocks += taken
         sequence.slot = self._free_slots.pop()
-        self.waiting.remove(sequence)
+        _remove(self.waiting, sequence)
         bisect.insort(self.running, sequence, key=lambda s: s.order)
-        sequence.on_device_blocks = 0
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
         return True
@@ -265,7 +271,7 @@ class Scheduler:
         sequence.on_device_blocks = len(sequence.blocks)
         sequence.computed = end
         sequence.pending += row.sample
-        if end >= sequence.num_prompt:
+        if sequence.children and end >= sequence.num_prompt:
             self._fork(sequence)
         return row
 
@@ -298,7 +304,7 @@ class Scheduler:
 
     def _end_if_due(self, sequence: Sequence, token: int) -> None:
         params = sequence.request.params
-        if sequence.num_output > params.min_tokens or not params.min_tokens:
+        if sequence.num_output > params.min_tokens:
             if token in self.config.eos_token_ids and not params.ignore_eos:
                 return self.finish(sequence, "stop")
             if token in params.stop_token_ids:
@@ -334,16 +340,25 @@ class Scheduler:
             sequence.slot = None
 
     def _release_shared(self, besides: Sequence) -> bool:
-        """Takes back the blocks that waiting siblings hold; they will compute them again. Whether there were any."""
-        holders = [s for s in self.waiting if s.blocks and s is not besides]
+        """Takes back blocks that only waiting siblings hold; they will compute them again. Whether there were any."""
+        # Siblings share the beginning of a prompt, so that their first block tells whose blocks are the same.
+        kept = {s.blocks[0] for s in (*self.running, besides) if s.blocks}
+        holders = [s for s in self.waiting if s.blocks and s.blocks[0] not in kept]
         for sequence in holders:
             self._release(sequence)
         return bool(holders)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        _remove(self.running, sequence)
         self._release(sequence)
         self._enqueue(sequence)
+
+
+def _remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Takes a sequence out of an ordered queue, if it is there."""
+    at = bisect.bisect_left(queue, sequence.order, key=lambda s: s.order)
+    if at < len(queue) and queue[at] is sequence:
+        del queue[at]
 
 
 def output_room(request: Request, max_model_len: int) -> int:

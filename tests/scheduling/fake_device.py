@@ -1,0 +1,155 @@
+"""A model and a device to run step plans on, in plain Python.
+
+The model's next token depends on every token before it, and so does what it writes to the cache: the entry of a
+position is a digest of all tokens up to there. So an entry tells whether a given sequence would have written it.
+"""
+
+import dataclasses
+
+from omni_jax.requests import Request, Sequence
+from omni_jax.scheduling import Row, StepPlan
+
+VOCABULARY = 7
+START = 0xCBF29CE484222325
+
+
+def extend(digest: int, token: int) -> int:
+    return ((digest ^ (token + 1)) * 0x100000001B3) % (1 << 61)
+
+
+def sample(digest: int, index: int) -> int:
+    """The next token of continuation `index`, after tokens with this digest."""
+    return (digest * (2 * index + 3) >> 23) % VOCABULARY
+
+
+class Stream:
+    """All that one continuation would ever say, alone and never ending: its tokens, and the digest up to each."""
+
+    def __init__(self, prompt: tuple[int, ...], index: int):
+        self._prompt, self._index = prompt, index
+        self._tokens: list[int] = []
+        self._digests: list[int] = []
+
+    def token(self, position: int) -> int:
+        while len(self._tokens) <= position:
+            at, before = len(self._tokens), self._digests[-1] if self._digests else START
+            token = self._prompt[at] if at < len(self._prompt) else sample(before, self._index)
+            self._tokens.append(token)
+            self._digests.append(extend(before, token))
+        return self._tokens[position]
+
+    def digest(self, position: int) -> int:
+        self.token(position)
+        return self._digests[position]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A request, and what the engine or the model would do to it.
+
+    Attributes:
+        request: the request.
+        stop_pair: two tokens that end a continuation when one follows the other, like a stop string across tokens.
+        nan_at: the logits for this output token are not numbers.
+    """
+
+    request: Request
+    stop_pair: tuple[int, int] | None = None
+    nan_at: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a step brought: a token a row (None where none was sampled), and for scored rows (digest, next prompt token)
+    of each position."""
+
+    tokens: tuple[int | None, ...]
+    scored: tuple[tuple[tuple[int, int], ...], ...]
+
+
+class FakeDevice:
+    """Does what omni_jax.runtime does with a plan, in the same order, and knows no more of a sequence than the plan and
+    its known tokens say. Every read is compared with what the sequence alone would have written there."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, slots: int, max_model_len: int):
+        self.block_size, self.num_blocks, self.slots = block_size, num_blocks, slots
+        self.pages_per_row = -(-max_model_len // block_size)
+        self.streams: dict[Sequence, Stream] = {}
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Fresh arrays."""
+        self._cache: list[list[tuple[int, int] | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self._tables = [[0] * self.pages_per_row for _ in range(self.slots)]
+        self._last_token: list[tuple[Sequence, int] | None] = [None] * self.slots
+        self._owner: list[Sequence | None] = [None] * self.slots
+
+    def stream(self, sequence: Sequence) -> Stream:
+        if sequence not in self.streams:
+            self.streams[sequence] = Stream(sequence.request.prompt_ids, sequence.index)
+        return self.streams[sequence]
+
+    def dispatch(self, plan: StepPlan, cases: dict[str, Case], may_write) -> Result:
+        """Runs the rows in order. `may_write(block)` is asked before a write."""
+        for row in plan.rows:
+            self._update_table(row)
+        tokens, scored = [], []
+        for row in plan.rows:
+            token, scores = self._run(row, cases[row.sequence.request.id], may_write)
+            tokens.append(token)
+            scored.append(scores)
+        return Result(tokens=tuple(tokens), scored=tuple(scored))
+
+    def _update_table(self, row: Row) -> None:
+        if row.admit:
+            assert row.first_new_block == 0
+            assert row.new_blocks == tuple(row.sequence.blocks)
+            self._owner[row.slot] = row.sequence
+            self._tables[row.slot] = [0] * self.pages_per_row
+        else:
+            assert len(row.new_blocks) <= 1, "the packed buffer has room for one new block a row"
+            assert self._owner[row.slot] is row.sequence, "the slot was given away"
+        for i, block in enumerate(row.new_blocks):
+            assert self._tables[row.slot][row.first_new_block + i] == 0, "a block table entry is written once"
+            self._tables[row.slot][row.first_new_block + i] = block
+
+    def _run(self, row: Row, case: Case, may_write) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+        sequence, stream, table = row.sequence, self.stream(row.sequence), self._tables[row.slot]
+        assert row.slot < self.slots
+        if row.feedback:
+            assert row.count == 1
+            writer, last = self._last_token[row.slot]
+            assert writer is sequence, "fed back a token of another sequence"
+            given = [last]
+        else:
+            given = sequence.known[row.start : row.start + row.count]
+            assert len(given) == row.count, "runs tokens that the host does not know"
+        digest, scores = START, []
+        for position in range(row.start):
+            digest = self._read(table, position)
+            assert digest == stream.digest(position), f"another's content at position {position} of {row}"
+        if given == [-1]:
+            return (0 if row.sample else None), ()  # after logits that were no numbers: the row will be dropped
+        for position, token in enumerate(given, row.start):
+            assert token == stream.token(position)
+            block = table[position // self.block_size]
+            assert block, f"position {position} has no block: {row}"
+            may_write(block)
+            digest = extend(digest, token)
+            self._cache[block][position % self.block_size] = (position, digest)
+            if row.score and position < sequence.num_prompt - 1:
+                scores.append((digest, sequence.request.prompt_ids[position + 1]))
+        if not row.sample:
+            return None, tuple(scores)
+        output = row.start + row.count - sequence.num_prompt
+        token = -1 if output == case.nan_at else sample(digest, sequence.index)
+        self._last_token[row.slot] = (sequence, token)
+        return token, tuple(scores)
+
+    def _read(self, table: list[int], position: int) -> int:
+        block = table[position // self.block_size]
+        assert block, f"reads position {position}, which has no block"
+        entry = self._cache[block][position % self.block_size]
+        assert entry is not None, f"reads position {position}, which was not written"
+        assert entry[0] == position
+        return entry[1]

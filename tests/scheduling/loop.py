@@ -1,0 +1,288 @@
+"""The engine's loop around a scheduler and the fake device, with everything checked that must hold at all times."""
+
+import collections
+import itertools
+from collections.abc import Iterable
+
+from omni_jax.memory import BlockPool
+from omni_jax.requests import Request, SamplingParams, Sequence
+from omni_jax.scheduling import Buckets, Scheduler, SchedulerConfig, StepPlan, default_buckets
+from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream
+
+Ending = tuple[tuple[int, ...], str, str | int | None]  # tokens, finish reason, stop reason
+
+
+class WatchedPool(BlockPool):
+    """A block pool that notes from outside who has what, and when a block was shared."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        super().__init__(num_blocks, block_size)
+        self.references: collections.Counter[int] = collections.Counter()
+        self.shared_in: dict[int, int] = {}
+        self.step = 0
+
+    def allocate(self, count):
+        taken = super().allocate(count)
+        for block in taken or ():
+            assert 0 < block < self.num_blocks
+            assert not self.references[block]
+            self.references[block] = 1
+            self.shared_in.pop(block, None)
+        return taken
+
+    def share(self, blocks):
+        blocks = list(blocks)
+        super().share(blocks)
+        self.references.update(blocks)
+        for block in blocks:
+            self.shared_in.setdefault(block, self.step)
+
+    def free(self, blocks):
+        blocks = list(blocks)
+        super().free(blocks)
+        self.references.subtract(blocks)
+
+    def may_write(self, block: int) -> None:
+        """Contract (c). The step that fills a block may also be the one in which it is shared."""
+        assert self.references[block] <= 1 or self.shared_in[block] == self.step, "writes to a shared block"
+
+
+class Loop:
+    """What Engine is to the real runner."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        buckets: Buckets | None = None,
+        eos: Iterable[int] = (),
+    ):
+        """`blocks` are the usable ones."""
+        self.pool = WatchedPool(blocks + 1, block_size)
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            buckets=buckets
+            or default_buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            eos_token_ids=frozenset(eos),
+        )
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.device = FakeDevice(
+            num_blocks=blocks + 1, block_size=block_size, slots=max_num_seqs, max_model_len=max_model_len
+        )
+        self.cases: dict[str, Case] = {}
+        self.sequences: list[Sequence] = []
+        self.in_flight: collections.deque[tuple[StepPlan, Result]] = collections.deque()
+        self.computed: collections.Counter[Sequence] = collections.Counter()
+        self.admitted: collections.Counter[Sequence] = collections.Counter()
+        self.plans: list[StepPlan] = []
+        self.scored: dict[str, list] = {}
+        self._names = itertools.count()
+
+    # -- what a test does ---------------------------------------------------------------------------------------------
+
+    def add(self, prompt: int | Iterable[int], *, id: str | None = None, stop_pair=None, nan_at=None, **params):
+        """A request; a prompt given by its length is made up. Returns its continuations."""
+        number = next(self._names)
+        if isinstance(prompt, int):
+            prompt = [(number * 5 + i * i + i // 3) % 7 for i in range(prompt)]
+        request = Request(id=id or f"r{number}", prompt_ids=tuple(prompt), params=SamplingParams(**params))
+        added = self.scheduler.add(request)
+        self.cases[request.id] = Case(request=request, stop_pair=stop_pair, nan_at=nan_at)
+        self.sequences += added
+        self.scored[request.id] = []
+        self.check()
+        return added
+
+    def step(self, *, between=lambda: None) -> bool:
+        """Engine._advance. `between` is called after the dispatch and before the commit. Whether there is work left."""
+        self.pool.step += 1
+        before = list(self.scheduler.waiting), list(self.scheduler.running)
+        plan = self.scheduler.plan(float(self.pool.step))
+        if plan is not None:
+            self._check_plan(plan, *before)
+            self.in_flight.append((plan, self.device.dispatch(plan, self.cases, self.pool.may_write)))
+            self.plans.append(plan)
+        self.check()
+        between()
+        assert plan is not None or self.in_flight or not self.scheduler.num_live, "there is work, and it does none"
+        if self.in_flight and (plan is None or len(self.in_flight) > 1):
+            self._commit(*self.in_flight.popleft())
+        self.check()
+        assert len(self.in_flight) <= 1
+        return bool(self.scheduler.num_live or self.in_flight)
+
+    def run(self, steps: int = 0) -> None:
+        """Until all is done, in so many steps at most, or in as many as a bounded number of recomputations takes."""
+        needed = sum(s.num_prompt + s.max_output for s in self.sequences)
+        for _ in range(steps or 100 + 10 * needed):
+            if not self.step():
+                return self.check_idle()
+        raise AssertionError("it goes on and on")
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+        self.check()
+
+    def fail_step(self, *, dispatched: bool) -> None:
+        """A step that raises: in the call that dispatches it, or when its predecessor is read."""
+        self.pool.step += 1
+        plan = self.scheduler.plan(float(self.pool.step))
+        if plan is not None and dispatched:
+            self.device.dispatch(plan, self.cases, self.pool.may_write)
+        self.in_flight.clear()
+        self.scheduler.reset()
+        self.device.wipe()
+        self.check()
+
+    def preempt(self, sequence: Sequence) -> None:
+        """As if someone who came earlier had needed its blocks."""
+        self.scheduler._preempt(sequence)
+        self.check()
+
+    # -- what is compared ---------------------------------------------------------------------------------------------
+
+    def ending(self, sequence: Sequence) -> Ending:
+        assert sequence.finish_reason is not None
+        return tuple(sequence.known[sequence.num_prompt :]), sequence.finish_reason, sequence.stop_reason
+
+    def alone(self, sequence: Sequence) -> Ending:
+        """What the continuation says when there is nothing else: from the rules, without the scheduler."""
+        case, params = self.cases[sequence.request.id], sequence.request.params
+        prompt = sequence.request.prompt_ids
+        room = self.config.max_model_len - len(prompt)
+        most = room if params.max_tokens is None else min(room, params.max_tokens)
+        stream, said = Stream(prompt, sequence.index), []
+        while len(said) < most:
+            if len(said) == case.nan_at:
+                return tuple(said), "error", None
+            token = stream.token(len(prompt) + len(said))
+            said.append(token)
+            if len(said) > params.min_tokens:
+                if token in self.config.eos_token_ids and not params.ignore_eos:
+                    return tuple(said), "stop", None
+                if token in params.stop_token_ids:
+                    return tuple(said), "stop", token
+            if tuple(said[-2:]) == case.stop_pair:
+                return tuple(said), "stop", "pair"
+        return tuple(said), "length", None
+
+    def check_endings(self) -> None:
+        for sequence in self.sequences:
+            tokens, reason, stop_reason = self.ending(sequence)
+            if reason == "abort":
+                assert tokens == self.alone(sequence)[0][: len(tokens)]
+            else:
+                assert (tokens, reason, stop_reason) == self.alone(sequence)
+                if sequence.request.params.prompt_logprobs is not None and sequence.index == 0:
+                    assert len(self.scored[sequence.request.id]) == sequence.num_prompt - 1
+
+    # -- what holds at all times --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        scheduler, pool = self.scheduler, self.pool
+        running, waiting = scheduler.running, scheduler.waiting
+        live = [s for s in self.sequences if s.finish_reason is None]
+        held = collections.Counter(block for s in self.sequences for block in s.blocks)
+        assert held == +pool.references
+        assert pool.num_used == len(held)
+        assert pool.num_used + pool.num_free == pool.num_usable
+        for queue in (running, waiting):
+            assert [s.order for s in queue] == sorted({s.order for s in queue})
+        slots = [s.slot for s in running]
+        assert None not in slots
+        assert sorted(slots + scheduler._free_slots) == list(range(self.config.max_num_seqs))
+        hidden = [child for s in live for child in s.children if child.finish_reason is None]
+        assert len(running) + len(waiting) + len(hidden) == len(live), "a live sequence is nowhere, or twice"
+        assert {*running, *waiting, *hidden} == set(live)
+        for sequence in self.sequences:
+            flying = sum(row.sequence is sequence and row.sample for plan, _ in self.in_flight for row in plan.rows)
+            assert sequence.pending == flying or sequence.finish_reason is not None
+            assert (sequence.slot is not None) == (sequence in running)
+            assert len(set(sequence.blocks)) == len(sequence.blocks)
+            if sequence.finish_reason is not None:
+                assert not sequence.blocks
+        assert scheduler.num_live == len({s.request.id for s in live})
+
+    def check_idle(self) -> None:
+        self.check()
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        assert self.scheduler.num_live == 0
+        assert self.pool.num_used == 0
+        assert self.pool.usage == 0.0
+        assert not self.in_flight
+
+    def _check_plan(self, plan: StepPlan, waiting: list[Sequence], running: list[Sequence]) -> None:
+        config, rows = self.config, plan.rows
+        assert rows
+        assert len({row.sequence for row in rows}) == len({row.slot for row in rows}) == len(rows)
+        assert all(row.count >= 1 for row in rows)
+        assert plan.num_tokens <= config.max_num_batched_tokens
+        assert len(rows) <= config.buckets.rows
+        assert plan.decode == all(row.count == 1 and not row.score for row in rows)
+        sizes = config.buckets.decode if plan.decode else config.buckets.mixed
+        assert plan.size == min(size for size in sizes if size >= plan.num_tokens)
+
+        flying = collections.Counter(r.sequence for p, _ in self.in_flight for r in p.rows if r.sample)
+        for row in rows:
+            sequence = row.sequence
+            assert sequence.finish_reason is None
+            assert row.feedback == (flying[sequence] > 0)
+            assert not (row.admit and flying[sequence]), "contract (d)"
+            sampled = sequence.num_output + flying[sequence]
+            assert sampled + row.sample <= sequence.max_output, "contract (a)"
+            if sampled or row.start >= sequence.num_prompt:
+                assert sampled < sequence.max_output, "contract (a): nobody needs the row"
+            reaches = row.start + row.count == sequence.num_prompt + sampled
+            assert row.sample == (reaches and sampled < sequence.max_output)
+            assert not row.score or row.start < sequence.num_prompt - 1
+            assert row.start + row.count <= len(sequence.blocks) * self.pool.block_size
+            self.computed[sequence] += row.count
+            self.admitted[sequence] += row.admit
+
+        # First come, first served: who is let in goes before all that could have been let in and were not.
+        admitted = [row.sequence.order for row in rows if row.admit]
+        left = [s.order for s in self.scheduler.waiting if s in waiting or s in running]
+        assert not admitted or not left or max(admitted) < min(left)
+
+    def _commit(self, plan: StepPlan, result: Result) -> None:
+        dropped = {row.sequence for row in plan.rows if row.sequence.finish_reason is not None}
+        accepted = self.scheduler.commit(plan, result.tokens)
+        assert [a.index for a in accepted] == [i for i, r in enumerate(plan.rows) if r.sequence not in dropped]
+        for one in accepted:
+            row, sequence = one.row, one.row.sequence
+            assert row is plan.rows[one.index]
+            if row.score:
+                self._collect(row, result.scored[one.index])
+            token = result.tokens[one.index]
+            assert one.token == (token if token != -1 else None)
+            if one.token is not None:
+                self._read(sequence, one.token)
+
+    def _collect(self, row, scored) -> None:
+        """As the engine does: what a preempted run took already is left out, and there is no gap."""
+        sequence = row.sequence
+        taken, stream = self.scored[sequence.request.id], Stream(sequence.request.prompt_ids, 0)
+        assert row.start <= len(taken)
+        for position in range(len(taken), min(row.start + row.count, sequence.num_prompt - 1)):
+            assert scored[position - row.start] == (stream.digest(position), stream.token(position + 1))
+            taken.append(scored[position - row.start])
+        assert sequence.scored == len(taken)
+
+    def _read(self, sequence: Sequence, token: int) -> None:
+        """As the engine does: the first token takes the prompt's logprobs along; a stop string overrules a length."""
+        params = sequence.request.params
+        if params.prompt_logprobs is not None and sequence.index == 0:
+            assert len(self.scored[sequence.request.id]) == sequence.num_prompt - 1
+        output = sequence.known[sequence.num_prompt :]
+        assert output[-1] == token
+        pair = self.cases[sequence.request.id].stop_pair
+        if sequence.finish_reason != "stop" and tuple(output[-2:]) == pair:
+            self.scheduler.finish(sequence, "stop", "pair")
+            sequence.finish_reason, sequence.stop_reason = "stop", "pair"

@@ -1,0 +1,102 @@
+"""Any schedule says what each sequence says alone: random ones on the fake device, one step ahead as the engine is."""
+
+import dataclasses
+import functools
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from omni_jax.scheduling import Buckets
+from tests.scheduling.loop import Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happens at a step: `add` (what), or one of the others to live request number `which`."""
+
+    step: int
+    kind: str
+    what: dict | None = None
+    which: int = 0
+
+
+@st.composite
+def scenarios(draw):
+    """(arguments of Loop, events). Small pools and small numbers, so that everything touches an edge often."""
+    block_size = draw(st.integers(1, 5))
+    max_model_len = draw(st.integers(2, 26))
+    max_num_seqs = draw(st.integers(1, 6))
+    budget = draw(st.integers(max_num_seqs, max_num_seqs + 4) | st.integers(max_num_seqs, 24))
+    edges = st.lists(st.integers(1, 24), max_size=3)
+    loop = {
+        "blocks": -(-max_model_len // block_size) + draw(st.sampled_from([0, 0, 0, 1, 2, 4, 9])),
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": budget,
+        "buckets": Buckets(
+            decode=tuple(sorted({e for e in draw(edges) if e < max_num_seqs} | {max_num_seqs})),
+            mixed=tuple(sorted({e for e in draw(edges) if e < budget} | {budget})),
+            overhead=draw(st.integers(0, 20)),
+        ),
+        "eos": draw(st.sets(st.integers(0, 6), max_size=1)),
+    }
+    events = draw(st.lists(_events(block_size, max_model_len), min_size=1, max_size=12))
+    return loop, sorted(events, key=lambda event: event.step)
+
+
+@st.composite
+def _events(draw, block_size, max_model_len):
+    step = draw(st.integers(0, 12))
+    kind = draw(st.sampled_from(["add"] * 8 + ["abort", "abort between", "stop between", "raise", "raise late"]))
+    if kind != "add":
+        return Event(step, kind, which=draw(st.integers(0, 9)))
+    whole_blocks = st.integers(1, max(1, (max_model_len - 1) // block_size)).map(lambda blocks: blocks * block_size)
+    prompt = min(draw(st.integers(1, max_model_len) | whole_blocks), max_model_len)
+    most = st.integers(0, max_model_len) if prompt < max_model_len else st.just(0)
+    salt = draw(st.integers(0, 6))
+    max_tokens = draw(most if prompt == max_model_len else most | st.none())
+    what = {
+        "prompt": [(salt * i + i * i // 3) % 7 for i in range(prompt)],
+        "n": draw(st.sampled_from([1, 1, 1, 2, 4])),
+        "max_tokens": max_tokens,
+        "min_tokens": draw(st.integers(0, 9 if max_tokens is None else min(9, max_tokens))),
+        "stop_token_ids": draw(st.lists(st.integers(0, 6), max_size=1)),
+        "ignore_eos": draw(st.booleans()),
+        "prompt_logprobs": draw(st.sampled_from([None, None, 0])),
+        "stop_pair": draw(st.none() | st.tuples(st.integers(0, 6), st.integers(0, 6))),
+        "nan_at": draw(st.sampled_from([None] * 9 + [0, 2])),
+    }
+    return Event(step, kind, what)
+
+
+def play(loop: Loop, events: list[Event]) -> None:
+    now = 0
+    for event in events:
+        while now < event.step and loop.step():
+            now += 1
+        now = event.step
+        live = list(dict.fromkeys(s.request.id for s in loop.sequences if s.finish_reason is None))
+        if event.kind == "add":
+            loop.add(**event.what)
+        elif event.kind.startswith("raise"):
+            loop.fail_step(dispatched=event.kind == "raise late")
+        elif live:
+            chosen = live[event.which % len(live)]
+            family = loop.scheduler.sequences(chosen)
+            if event.kind == "abort":
+                loop.abort(chosen)
+            elif event.kind == "abort between":
+                loop.step(between=functools.partial(loop.abort, chosen))
+            else:
+                loop.step(between=functools.partial(loop.scheduler.finish, family[event.which % len(family)], "abort"))
+    loop.run()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(scenarios())
+def test_any_schedule_says_what_each_says_alone(scenario):
+    arguments, events = scenario
+    loop = Loop(**arguments)
+    play(loop, events)
+    loop.check_endings()
