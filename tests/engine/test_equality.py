@@ -123,6 +123,16 @@ def test_pre_03_half_a_stop_string_survives_preemption(main):
         assert_same(answers[item.id, 0], expected, item.id)
 
 
+def test_pre_03_a_prompt_preempted_while_it_is_scored_is_scored_once(main):
+    """Seven growing sequences take the blocks of a long prompt that comes three tokens at a time."""
+    growing = [request(f"growing {i}", 15, greedy(max_tokens=60)) for i in range(7)]
+    scored = request("scored", 150, greedy(max_tokens=5, prompt_logprobs=3, logprobs=0))
+    engine = make_engine(main, max_num_batched_tokens=10, num_blocks=32, max_model_len=31 * 16)
+    answers = run(engine, *growing, scored)
+    assert engine.stats().num_preemptions > 0
+    assert_same(answers["scored", 0], alone(main, scored), "scored")
+
+
 def test_continuations_equal_a_request_each(main):
     """n=3 with a seed: choice i is drawn with key (seed, i), whoever computes the prompt."""
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
