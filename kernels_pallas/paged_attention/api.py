@@ -8,10 +8,11 @@ tokens.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.paged_attention import reference, xla
@@ -41,7 +42,7 @@ class PagedBatch:
     decode: bool = dataclasses.field(metadata={"static": True})
 
 
-def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
+def storage_dtype(dtype: Any, platform: str) -> np.dtype:
     """The dtype in which the pool is kept. bfloat16 lies as uint16 on a CPU: XLA for CPU otherwise converts the whole
     pool to float32 around every scatter (18 times slower on JAX 0.10.2), and its alias check does not see it."""
     return jnp.dtype(jnp.uint16) if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)

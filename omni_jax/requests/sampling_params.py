@@ -11,6 +11,7 @@ MAX_LOGIT_BIAS = 300  # pairs a slot has room for on the device; OpenAI's own li
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64  # room a slot has on the device for ids suppressed by min_tokens, EOS ids included
 MAX_N = 128
+MAX_REPETITION_PENALTY = 100.0  # far beyond use; keeps logits within float32
 GREEDY_TEMPERATURE = 1e-5  # at or below this, the most likely token is taken
 
 
@@ -67,7 +68,7 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, low_open=True)
         _integer("n", self.n, 1, MAX_N)
         _integer("top_k", self.top_k, -1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
