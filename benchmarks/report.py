@@ -36,7 +36,7 @@ def markdown(document: dict) -> str:
         lines += ["", f"### {result['model']}, {result['dtype']}", ""]
         if result["dtype"] == "bfloat16" and not document["machine"]["vectors"]["avx512_bf16"]:
             lines += [
-                "This CPU has no bfloat16 instructions: every program converts, and gains nothing over float32.",
+                "This CPU has no bfloat16 instructions: every program converts before it multiplies.",
                 "",
             ]
         lines += _tables(result, document["steps"])

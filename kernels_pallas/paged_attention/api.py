@@ -8,7 +8,7 @@ tokens.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.paged_attention import reference, xla
-
-Implementation = Literal["xla", "reference"]
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +65,7 @@ def paged_attention(
     batch: PagedBatch,
     *,
     scale: float,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of each query over its row's tokens up to and including its own.
 

@@ -20,7 +20,7 @@ from jax import lax
 KEY_TILE = 64  # tokens; small enough that a short row wastes little, large enough to amortise a loop trip
 DECODE_ITEMS = 8  # (row, key tile) pairs a loop trip
 QUERY_TILE = 32
-PREFILL_TILES = 4
+PREFILL_TILES = 2
 MASKED = -1e30  # finite, so that a row with nothing visible yet gives exp(0) of garbage and not NaN
 
 

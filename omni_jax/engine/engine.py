@@ -127,7 +127,11 @@ class Engine:
     def _advance(self) -> list[Delta]:
         plan = self._scheduler.plan(time.monotonic())
         if plan is not None:
+            late = bool(self._in_flight) and self._in_flight[-1].is_ready()
             result = self._runner.dispatch(plan)
+            if self._in_flight:
+                # Has the step before ended already, the device waits: at the longest since the last result was read.
+                self._gaps.append(result.dispatched - self._last_ready if late else 0.0)
             self._in_flight.append(result)
             self._stats.steps += 1
             self._stats.real_tokens += plan.num_tokens
@@ -140,8 +144,6 @@ class Engine:
         sampled, scored = result.read()
         ready = time.monotonic()
         self._seconds.append(ready - max(self._last_ready, result.dispatched))
-        if self._in_flight:
-            self._gaps.append(max(0.0, self._in_flight[0].dispatched - ready))
         self._last_ready = ready
         self._failures = 0
 

@@ -20,7 +20,8 @@ class EngineStats:
         compiles_after_warmup: counter, stays 0.
         requests_finished: counter by finish reason, one for each continuation.
         corrupted_requests: counter, continuations ended because their logits were NaN.
-        host_gap_seconds: seconds the device waited for the host, the latest steps (at most 1,024).
+        host_gap_seconds: seconds the device waited for the host at the most, of the latest 1,024 steps; 0 where the
+            step before was still running when the next was dispatched.
         step_seconds: seconds of the same steps.
     """
 

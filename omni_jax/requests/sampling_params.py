@@ -11,7 +11,7 @@ MAX_LOGIT_BIAS = 300  # pairs a slot has room for on the device; OpenAI's own li
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64  # room a slot has on the device for ids suppressed by min_tokens, EOS ids included
 MAX_N = 128
-MAX_REPETITION_PENALTY = 100.0  # far beyond use; keeps logits within float32
+MAX_REPETITION_PENALTY = 1e30  # what float32 holds
 GREEDY_TEMPERATURE = 1e-5  # at or below this, the most likely token is taken
 
 

@@ -61,6 +61,10 @@ class StepResult:
     anchor: jax.Array
     dispatched: float
 
+    def is_ready(self) -> bool:
+        """Whether the step has ended."""
+        return (self.anchor if self.sampled is None else self.sampled).is_ready()
+
     def read(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Waits for the results: `sampled` (one row for each sampling row of the plan, in order) and `scored`."""
         if self.sampled is None:
