@@ -108,7 +108,7 @@ class Engine:
         """Dispatches the next step, then reads the one before it. Returns what that made visible.
 
         Raises:
-            EngineError: steps keep failing; every live request has ended with an error, see `fail`.
+            EngineError: steps keep failing. The engine is of no more use; the caller ends what is live with `fail`.
         """
         with compat.no_tracing() if self.config.forbid_tracing else contextlib.nullcontext():
             try:
