@@ -163,7 +163,7 @@ def test_serve_with_a_model_that_cannot_be_loaded(invoke, served, monkeypatch):
 def test_generate(invoke, llm, tmp_path):
     result = invoke("generate", str(tmp_path), "hello", "--max-model-len", "99", "--temperature", "0", "--stop", "x")
     assert (result.exit_code, result.stdout) == (0, "one two\n"), result.output
-    assert llm.made == (tmp_path, {"max_model_len": 99})
+    assert llm.made == (tmp_path, {"max_model_len": 99, "max_num_seqs": 1})
     prompt, params = llm.asked
     assert prompt == [{"role": "user", "content": "hello"}]  # the model has a template
     assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0, 7, 256, ("x",))
