@@ -54,3 +54,8 @@ def use_compilation_cache(directory: Path) -> None:
 def no_tracing() -> contextlib.AbstractContextManager:
     """Within it, in this thread, anything that would trace a function raises."""
     return jax.no_tracing()
+
+
+def is_ready(array: jax.Array) -> bool:
+    """Whether what computes `array` has ended. Every array has the method; jax.Array's type does not list it."""
+    return array.is_ready()  # type: ignore[attr-defined]

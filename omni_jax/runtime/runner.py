@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from omni_jax import compat
 from omni_jax.models import ModelConfig, Weights
 from omni_jax.requests import SamplingParams, Sequence
 from omni_jax.requests.sampling_params import MAX_STOP_TOKEN_IDS
@@ -63,7 +64,7 @@ class StepResult:
 
     def is_ready(self) -> bool:
         """Whether the step has ended."""
-        return (self.anchor if self.sampled is None else self.sampled).is_ready()
+        return compat.is_ready(self.anchor if self.sampled is None else self.sampled)
 
     def read(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Waits for the results: `sampled` (one row for each sampling row of the plan, in order) and `scored`."""
