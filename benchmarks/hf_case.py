@@ -60,7 +60,7 @@ class HuggingFace:
                     pad_token_id=0,
                     stopping_criteria=[self._after_token],
                 )
-        except BaseException as error:
+        except Exception as error:  # this thread's end: handed to the one that waits for tokens
             self._reached.put(error)
             raise
 
@@ -73,7 +73,7 @@ class HuggingFace:
 
     def _wait(self):
         found = self._reached.get()
-        if isinstance(found, BaseException):
+        if isinstance(found, Exception):
             raise RuntimeError("generate failed") from found
         return found
 

@@ -79,10 +79,9 @@ def compile_all(
                     executables[executable.key] = executable
                     if progress:
                         progress(executable, len(executables), len(jobs))
-            except BaseException:
+            finally:
                 for future in futures:
-                    future.cancel()
-                raise
+                    future.cancel()  # after an error: those not begun; nothing otherwise
     finally:
         threading.stack_size(previous)
     return executables
