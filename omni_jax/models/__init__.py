@@ -1,7 +1,7 @@
 """Flax models, one file a family, and what is needed to fill them from a Hugging Face directory."""
 
-from omni_jax.models.config import ModelConfig, model_config
+from omni_jax.models.config import ModelConfig, VisionConfig, model_config
 from omni_jax.models.decoder import Decoder
 from omni_jax.models.weights import Weights, load_weights
 
-__all__ = ["Decoder", "ModelConfig", "Weights", "load_weights", "model_config"]
+__all__ = ["Decoder", "ModelConfig", "VisionConfig", "Weights", "load_weights", "model_config"]

@@ -11,11 +11,51 @@ ARCHITECTURES: dict[str, dict[str, bool]] = {
     "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
     "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
+    "Qwen2VLForConditionalGeneration": {"qkv_bias": True, "qk_norm": False},
+    "Qwen2_5_VLForConditionalGeneration": {"qkv_bias": True, "qk_norm": False},
 }
+VISION_ARCHITECTURES = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
 
 
 class UnsupportedModel(ValueError):
     """The checkpoint asks for something this engine does not compute. Never approximated in silence."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Sizes and switches of a vision tower, and how its features enter the text.
+
+    Attributes:
+        depth: layers.
+        hidden_size: width of a patch inside the tower.
+        out_hidden_size: width of a feature, which is that of the text decoder.
+        hidden_act: quick_gelu with two matrices (Qwen2-VL), or silu with a gate (Qwen2.5-VL).
+        rms_norm: norms are RMSNorm (Qwen2.5-VL) instead of LayerNorm.
+        spatial_merge_size: a feature stands for so many patches squared.
+        temporal_patch_size: frames of a patch.
+        window_size: pixels of a window's side, for layers that attend within windows; None: all attend to the whole.
+        full_attention_layers: those that attend to the whole image although there are windows.
+        tokens_per_second: temporal positions a second of film (Qwen2.5-VL); None: one a temporal step (Qwen2-VL).
+        image_token_id: the placeholder of an image's features.
+        video_token_id: the placeholder of a video's features.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    out_hidden_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    hidden_act: str
+    rms_norm: bool
+    window_size: int | None
+    full_attention_layers: tuple[int, ...]
+    tokens_per_second: float | None
+    image_token_id: int
+    video_token_id: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +69,7 @@ class ModelConfig:
         tie_word_embeddings: the output projection is the embedding, as the config says; a checkpoint with a head that
             differs from the embedding overrules it (see weights.py).
         dtype: the dtype the weights are stored in.
+        vision: the tower that reads pictures and film, if the model has one.
     """
 
     architecture: str
@@ -46,6 +87,7 @@ class ModelConfig:
     qkv_bias: bool
     qk_norm: bool
     dtype: str
+    vision: VisionConfig | None = None
 
 
 def model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -58,6 +100,8 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     architecture = next((name for name in named if name in ARCHITECTURES), None)
     if architecture is None:
         raise UnsupportedModel(f"config.json names architectures {named}, supported are {sorted(ARCHITECTURES)}")
+    vision = _vision_config(architecture, config) if architecture in VISION_ARCHITECTURES else None
+    config = text_config(config)
     for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
         if config.get(key, wanted) not in (wanted, None):
             raise UnsupportedModel(f"{architecture} with {key}={config[key]!r} is not supported, only {wanted!r}")
@@ -87,5 +131,51 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         rope=rope_from_config(config, head_dim),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        vision=vision,
         **switches,
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of a config.json that describe the text decoder: transformers 5 nests them, Qwen's own repositories and
+    transformers 4 do not. What only stands outside (dtype, tied embeddings) holds inside as well."""
+    nested = config.get("text_config")
+    if not nested:
+        return config
+    outer = {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if config.get(key) is not None}
+    inner = {key: value for key, value in nested.items() if value is not None}
+    merged = dict(inner) | outer
+    # Either place may say that the output is the embedding; each writer uses one and leaves the other at its default.
+    merged["tie_word_embeddings"] = bool(outer.get("tie_word_embeddings") or inner.get("tie_word_embeddings"))
+    return merged
+
+
+def _vision_config(architecture: str, config: Mapping[str, Any]) -> VisionConfig:
+    given = config["vision_config"]
+    second = architecture == "Qwen2_5_VLForConditionalGeneration"
+    act = given.get("hidden_act") or ("silu" if second else "quick_gelu")
+    if act != ("silu" if second else "quick_gelu"):
+        raise UnsupportedModel(f"{architecture} with a vision hidden_act of {act!r} is not supported")
+    # Qwen2-VL calls the tower's width embed_dim and the text's hidden_size; Qwen2.5-VL hidden_size and out_hidden_size.
+    hidden = given["hidden_size"] if second else given["embed_dim"]
+    heads = given["num_heads"]
+    if hidden % heads or hidden // heads % 4:
+        raise UnsupportedModel(f"a vision tower of width {hidden} and {heads} heads cannot have 2-D rotary positions")
+    return VisionConfig(
+        depth=given["depth"],
+        hidden_size=hidden,
+        intermediate_size=given["intermediate_size"] if second else int(hidden * given.get("mlp_ratio", 4)),
+        out_hidden_size=given["out_hidden_size"] if second else given["hidden_size"],
+        num_heads=heads,
+        in_channels=given.get("in_channels") or given.get("in_chans") or 3,
+        patch_size=given.get("patch_size") or given.get("spatial_patch_size") or 14,
+        temporal_patch_size=given.get("temporal_patch_size", 2),
+        spatial_merge_size=given.get("spatial_merge_size", 2),
+        hidden_act=act,
+        rms_norm=second,
+        window_size=given.get("window_size", 112) if second else None,
+        full_attention_layers=tuple(given.get("fullatt_block_indexes", (7, 15, 23, 31))) if second else (),
+        tokens_per_second=float(given.get("tokens_per_second", 4)) if second else None,
+        image_token_id=config.get("image_token_id", 151655),
+        video_token_id=config.get("video_token_id", 151656),
     )

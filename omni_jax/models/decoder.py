@@ -112,10 +112,20 @@ class Decoder(nnx.Module):
         self.head = None if config.tie_word_embeddings else nnx.Param(jnp.zeros_like(self.embed[...]))
 
     def __call__(
-        self, tokens: Int[Array, "tokens"], positions: Int[Array, "tokens"], attend: Attend
+        self,
+        tokens: Int[Array, "tokens"],
+        positions: Int[Array, "tokens"] | Int[Array, "3 tokens"],
+        attend: Attend,
+        features: Float[Array, "rows hidden"] | None = None,
+        feature_row: Int[Array, "tokens"] | None = None,
     ) -> Float[Array, "tokens hidden"]:
+        """Hidden states of `tokens`; where feature_row is above 0, that row of `features` stands in for the embedding.
+        `positions` has three rows for a model with M-RoPE."""
         cos, sin = rotary(self.config.rope, positions)
         x = self.embed[...].at[tokens].get(mode="clip")
+        if features is not None and feature_row is not None:
+            seen = features.at[feature_row].get(mode="clip")
+            x = jnp.where((feature_row > 0)[:, None], seen, x)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, lambda *qkv, i=i: attend(i, *qkv))
         return self.norm(x)

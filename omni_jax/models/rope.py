@@ -21,10 +21,13 @@ class Rope:
     Attributes:
         frequencies: radians per position of each pair, head_dim / 2 of them.
         factor: multiplies cosines and sines (YaRN's attention temperature); 1 otherwise.
+        sections: how many pairs turn with the time, the height and the width of a token (Qwen2-VL's M-RoPE, arXiv
+            2409.12191); None: all turn with one position.
     """
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
+    sections: tuple[int, int, int] | None = None
 
 
 def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
@@ -48,16 +51,29 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
         frequencies = _llama3(frequencies, parameters)
     elif kind == "yarn":
         frequencies, factor = _yarn(frequencies, parameters, theta, head_dim, config)
-    elif kind != "default":
-        raise ValueError(f"rope_type {kind!r} is not supported, only default, linear, llama3 and yarn")
-    return Rope(frequencies=tuple(float(f) for f in frequencies), factor=float(factor))
+    elif kind not in ("default", "mrope"):  # "mrope" is the classic spelling: default with mrope_section
+        raise ValueError(f"rope_type {kind!r} is not supported, only default, linear, llama3, yarn and mrope")
+    sections = parameters.get("mrope_section")
+    if sections is not None and (len(sections) != 3 or sum(sections) != head_dim // 2):
+        raise ValueError(f"mrope_section must be three numbers that sum to {head_dim // 2}, got {sections}")
+    return Rope(
+        frequencies=tuple(float(f) for f in frequencies),
+        factor=float(factor),
+        sections=None if sections is None else tuple(sections),
+    )
 
 
 def rotary(
-    rope: Rope, positions: Int[Array, "tokens"]
+    rope: Rope, positions: Int[Array, "tokens"] | Int[Array, "3 tokens"]
 ) -> tuple[Float[Array, "tokens 1 half"], Float[Array, "tokens 1 half"]]:
-    """Cosines and sines at `positions`, in float32: bfloat16 rounds position 257 to 256."""
-    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.frequencies, jnp.float32)[None, :]
+    """Cosines and sines at `positions` (those of time, height and width with M-RoPE), in float32: bfloat16 rounds
+    position 257 to 256."""
+    if rope.sections is not None:
+        axis = np.repeat(np.arange(3), rope.sections)
+        position = positions[axis].T  # [tokens, half]
+    else:
+        position = positions[:, None]
+    angle = position.astype(jnp.float32) * jnp.asarray(rope.frequencies, jnp.float32)[None, :]
     return (jnp.cos(angle) * rope.factor)[:, None, :], (jnp.sin(angle) * rope.factor)[:, None, :]
 
 

@@ -1,7 +1,11 @@
 """One request, as the engine takes it: tokens in, parameters, and a name."""
 
 import dataclasses
+import functools
 
+import numpy as np
+
+from omni_jax.requests.media import MediaSpan
 from omni_jax.requests.sampling_params import SamplingParams
 
 
@@ -11,12 +15,23 @@ class Request:
 
     Attributes:
         id: unique among live requests; the engine refuses a second one of the same name.
-        prompt_ids: token ids, at least one.
+        prompt_ids: token ids, at least one; placeholders of media are among them, one a feature.
         params: sampling and stopping parameters.
         arrival: seconds on the engine's clock; orders the queue and times the first token.
+        media: what replaces the placeholders, in order; no two overlap.
+        positions: int32 [3, prompt], rotary positions (time, height, width) of the prompt's tokens, for a model with
+            M-RoPE; None is 0, 1, 2, ... on all three.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     arrival: float = 0.0
+    media: tuple[MediaSpan, ...] = ()
+    positions: np.ndarray | None = dataclasses.field(default=None, compare=False)
+
+    @functools.cached_property
+    def position_delta(self) -> int:
+        """What is added to the place of a generated token to get its rotary position. The position behind the prompt
+        is one more than the largest in it, which for pictures is less than the number of tokens."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.prompt_ids)
