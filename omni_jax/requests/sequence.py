@@ -27,6 +27,8 @@ class Sequence:
         slot: its row of sampling state on the device while it runs.
         children: siblings that wait for this one's prefill, to share its full blocks.
         scored: prompt tokens whose logprobs were handed out (with prompt_logprobs).
+        media_passed: spans of the request's media that computed tokens have left behind.
+        media_held: spans whose features it has asked for; those from media_passed on it holds a reference to.
         scheduled_at: when it first left the queue, in the engine's seconds.
         finish_reason: set once; then it holds neither blocks nor slot.
     """
@@ -43,6 +45,8 @@ class Sequence:
     slot: int | None = None
     children: list["Sequence"] = dataclasses.field(default_factory=list)
     scored: int = 0
+    media_passed: int = 0
+    media_held: int = 0
     scheduled_at: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

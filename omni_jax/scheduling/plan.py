@@ -1,6 +1,8 @@
-"""What the next step computes: plain data, no arrays."""
+"""What the next step computes: plain data of the host."""
 
 import dataclasses
+
+import numpy as np
 
 from omni_jax.requests import Sequence
 
@@ -20,6 +22,7 @@ class Row:
         admit: the slot is new to the sequence: its sampling state and whole block table are written first.
         first_new_block: where in the block table the new blocks stand.
         new_blocks: blocks that the device's block table does not have yet.
+        features: (place in the row, rows of the feature array) of each picture the stretch touches.
     """
 
     sequence: Sequence
@@ -32,6 +35,7 @@ class Row:
     admit: bool
     first_new_block: int
     new_blocks: tuple[int, ...]
+    features: tuple[tuple[int, np.ndarray], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

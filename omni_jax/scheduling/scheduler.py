@@ -11,6 +11,9 @@ it are known. What makes that safe:
 (d) A preempted sequence with a pending token is not planned again before that token was committed.
 (e) A step that raised has lost the pool: `reset` sends everything that ran back to the queue, uncommitted steps are
     dropped.
+
+Pictures are encoded beside the steps. A sequence that needs one which is not there yet is passed over, in the queue as
+in the batch: nobody waits for another's picture.
 """
 
 import bisect
@@ -18,9 +21,10 @@ import dataclasses
 from collections.abc import Iterable
 
 from omni_jax.memory import BlockPool
-from omni_jax.requests import InvalidRequest, Request, Sequence
+from omni_jax.requests import InvalidRequest, MediaSpan, Request, Sequence
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.scheduling.buckets import Buckets
+from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.plan import Row, StepPlan
 
 
@@ -71,9 +75,13 @@ class Accepted:
 
 
 class Scheduler:
-    """Holds every live request, from admission to its last token."""
+    """Holds every live request, from admission to its last token.
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool):
+    Args:
+        features: the encoder cache, for a model that reads pictures; without it no request has any.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, features: Features | None = None):
         if pool.num_usable * pool.block_size < config.max_model_len:
             raise ValueError(
                 f"the KV cache holds {pool.num_usable} blocks of {pool.block_size} tokens, "
@@ -81,6 +89,7 @@ class Scheduler:
             )
         self.config = config
         self.pool = pool
+        self.features = features
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
@@ -153,17 +162,22 @@ class Scheduler:
                 self._preempt(sequence)
             else:
                 self._release(sequence)
+                self._ask_again(sequence)
+        if self.features is not None:
+            self.features.cache.clear()
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Everything planned counts as computed from here
         on."""
+        if self.features is not None:
+            self.features.ask(self.waiting)
         decoding, prefilling = self._catching_up()
         budget = self.config.max_num_batched_tokens - len(decoding)
-        wanted = sum(s.uncomputed for s in prefilling)
+        wanted = sum(self._computable(s) for s in prefilling)
         admissible = self._admissible(budget - wanted)
-        wanted = min(budget, wanted + sum(s.uncomputed for s in admissible))
+        wanted = min(budget, wanted + sum(self._computable(s) for s in admissible))
         if not decoding and not wanted:
             return None
 
@@ -174,7 +188,7 @@ class Scheduler:
                 break
             if sequence.slot is None and not self._admit(sequence, now):
                 break
-            count = min(sequence.uncomputed, left)
+            count = min(self._computable(sequence), left)
             rows.append(self._row(sequence, count))
             left -= count
         if not rows:
@@ -194,9 +208,11 @@ class Scheduler:
             if sequence.slot is None:
                 continue
             uncomputed = sequence.uncomputed
-            if uncomputed > 1 or (uncomputed and sequence.wants_prompt_logprobs):
+            if not self._computable(sequence):
+                continue  # all is computed, or the next picture is not there yet
+            if uncomputed > 1 or sequence.wants_prompt_logprobs:
                 prefilling.append(sequence)
-            elif not uncomputed or (sequence.computed >= sequence.num_prompt and sequence.remaining <= 0):
+            elif sequence.computed >= sequence.num_prompt and sequence.remaining <= 0:
                 continue  # (a): its end is in flight
             elif self._grow(sequence):
                 decoding.append(sequence)
@@ -227,6 +243,8 @@ class Scheduler:
         for sequence in self.waiting:
             if budget <= 0 or slots <= len(found) or sequence.pending:
                 break  # (d): nothing overtakes a sequence whose token is in flight
+            if self.features is not None and not self.features.starts(sequence):
+                continue
             need = self.pool.blocks_for(len(sequence.known)) - len(sequence.blocks)
             if need + reserve > free:
                 if self.running or found or not self._release_shared(besides=sequence):
@@ -237,8 +255,12 @@ class Scheduler:
             found.append(sequence)
             free -= need
             reserve += 1
-            budget -= sequence.uncomputed
+            budget -= self._computable(sequence)
         return found
+
+    def _computable(self, sequence: Sequence) -> int:
+        """How many of a sequence's uncomputed tokens could be computed now."""
+        return sequence.uncomputed if self.features is None else self.features.computable(sequence)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         need = self.pool.blocks_for(len(sequence.known)) - len(sequence.blocks)
@@ -267,13 +289,26 @@ class Scheduler:
             admit=sequence.on_device_blocks == 0,
             first_new_block=sequence.on_device_blocks,
             new_blocks=tuple(sequence.blocks[sequence.on_device_blocks :]),
+            features=() if self.features is None else self.features.in_row(sequence, start, end),
         )
         sequence.on_device_blocks = len(sequence.blocks)
         sequence.computed = end
+        if self.features is not None:
+            self.features.leave_behind(sequence)
         sequence.pending += row.sample
         if sequence.children and end >= sequence.num_prompt:
             self._fork(sequence)
         return row
+
+    def next_batch(self) -> tuple[MediaSpan, ...]:
+        """What the encoder computes next; none when nothing waits for it. `encoded` must follow."""
+        return () if self.features is None else self.features.next_batch((*self.running, *self.waiting))
+
+    def encoded(self, batch: Iterable[MediaSpan]) -> None:
+        """Steps that are planned from now on find the features of `batch` on the device."""
+        assert self.features is not None
+        for span in batch:
+            self.features.cache.finish(span.key)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -317,6 +352,11 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        self._ask_again(sequence)
+
+    def _ask_again(self, sequence: Sequence) -> None:
+        if self.features is not None:
+            self.features.add(sequence)
 
     def _fork(self, parent: Sequence) -> None:
         """Lets the siblings start, with the parent's full prompt blocks if its prompt is computed. At least one
@@ -335,6 +375,8 @@ class Scheduler:
         sequence.blocks = []
         sequence.computed = 0
         sequence.on_device_blocks = 0
+        if self.features is not None:
+            self.features.release(sequence)
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
             sequence.slot = None
@@ -346,6 +388,7 @@ class Scheduler:
         holders = [s for s in self.waiting if s.blocks and s.blocks[0] not in kept]
         for sequence in holders:
             self._release(sequence)
+            self._ask_again(sequence)
         return bool(holders)
 
     def _preempt(self, sequence: Sequence) -> None:
