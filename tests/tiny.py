@@ -104,24 +104,45 @@ def write_tiny(directory: Path | str, variant: str, *, seed: int = 0, **config_o
         seed: of the weights.
         config_overrides: replace keys of config.json; shapes follow them.
     """
+    cfg = config(variant, **config_overrides)
+    return write_directory(
+        directory,
+        config=cfg,
+        tokens=tokenizer(cfg["vocab_size"]),
+        tensors=weights(cfg, seed=seed),
+        max_length=cfg["max_position_embeddings"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def write_directory(
+    directory: Path | str,
+    *,
+    config: dict,
+    tokens: Tokenizer,
+    tensors: dict[str, np.ndarray],
+    max_length: int,
+    chat_template: str | None,
+) -> Path:
+    """The files every tiny checkpoint has; chat_template None leaves it to the caller to write one."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    cfg = config(variant, **config_overrides)
     generation = {"bos_token_id": 1, "eos_token_id": list(EOS_IDS), "pad_token_id": 0, "do_sample": False}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "model_max_length": cfg["max_position_embeddings"],
+        "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
-    _write_json(directory / "config.json", cfg)
-    _write_json(directory / "generation_config.json", generation)
-    _write_json(directory / "tokenizer_config.json", tokenizer_config)
-    tokenizer(cfg["vocab_size"]).save(str(directory / "tokenizer.json"))
-    save_file(weights(cfg, seed=seed), directory / "model.safetensors", metadata={"format": "pt"})
+    if chat_template is not None:
+        tokenizer_config["chat_template"] = chat_template
+    write_json(directory / "config.json", config)
+    write_json(directory / "generation_config.json", generation)
+    write_json(directory / "tokenizer_config.json", tokenizer_config)
+    tokens.save(str(directory / "tokenizer.json"))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
@@ -141,7 +162,7 @@ def weights(cfg: dict, *, seed: int = 0) -> dict[str, np.ndarray]:
     def add(name, shape, std, mean=0.0):
         # Counted from 12, the first stream whose goldens have no near tie between two tokens (see make.SMALLEST_GAP)
         # and go round in no short circle.
-        tensors[name] = _draw(f"{seed + 12}/{name}", shape, std, mean)
+        tensors[name] = draw(f"{seed + 12}/{name}", shape, std, mean)
 
     def linear(name, rows, columns, gain=1.0, bias=False):
         add(f"{name}.weight", (rows, columns), gain / np.sqrt(columns))
@@ -205,14 +226,14 @@ def write_shards(directory: Path | str, shards: int = 3) -> Path:
         save_file({str(name): tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
         weight_map |= {str(name): file for name in names}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(
+    write_json(
         directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
     )
     (directory / "model.safetensors").unlink()
     return directory
 
 
-def _draw(stream: str, shape: tuple[int, ...], std: float, mean: float) -> np.ndarray:
+def draw(stream: str, shape: tuple[int, ...], std: float, mean: float) -> np.ndarray:
     """Uniform float32 numbers of this mean and deviation. They are made from the bit generator's raw output, the only
     part of numpy's random numbers whose stream may not change between versions (NEP 19)."""
     raw = np.random.PCG64(zlib.crc32(stream.encode())).random_raw(int(np.prod(shape)))
@@ -220,5 +241,5 @@ def _draw(stream: str, shape: tuple[int, ...], std: float, mean: float) -> np.nd
     return (mean + std * np.sqrt(12.0) * unit).astype(np.float32).reshape(shape)
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
