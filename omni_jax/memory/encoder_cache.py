@@ -30,14 +30,15 @@ class EncoderCache:
 
     Args:
         num_rows: features that fit. Row 0 is not among them: it means "no feature".
+        rows_per_block: rows are handed out by so many.
 
     Attributes:
         queries: times somebody asked for features, counter.
         hits: how many of them found an entry, computed or being computed, counter.
     """
 
-    def __init__(self, num_rows: int):
-        self._pool = BlockPool(-(-num_rows // ROWS_PER_BLOCK) + 1, ROWS_PER_BLOCK)
+    def __init__(self, num_rows: int, *, rows_per_block: int = ROWS_PER_BLOCK):
+        self._pool = BlockPool(-(-num_rows // rows_per_block) + 1, rows_per_block)
         self._entries: dict[bytes, _Entry] = {}
         self._unused: collections.OrderedDict[bytes, None] = collections.OrderedDict()  # no references; oldest first
         self.queries = 0
@@ -46,12 +47,12 @@ class EncoderCache:
     @property
     def capacity(self) -> int:
         """Features that fit."""
-        return self._pool.num_usable * ROWS_PER_BLOCK
+        return self._pool.num_usable * self._pool.block_size
 
     @property
     def array_rows(self) -> int:
         """Rows the device's array has: the block that row 0 lies in comes on top."""
-        return self._pool.num_blocks * ROWS_PER_BLOCK
+        return self._pool.num_blocks * self._pool.block_size
 
     @property
     def usage(self) -> float:
@@ -71,7 +72,8 @@ class EncoderCache:
             blocks = self._allocate(self._pool.blocks_for(span.length))
             if blocks is None:
                 return False
-            rows = np.asarray(blocks, np.int32)[:, None] * ROWS_PER_BLOCK + np.arange(ROWS_PER_BLOCK, dtype=np.int32)
+            size = self._pool.block_size
+            rows = np.asarray(blocks, np.int32)[:, None] * size + np.arange(size, dtype=np.int32)
             entry = self._entries[span.key] = _Entry(blocks=blocks, rows=rows.reshape(-1)[: span.length])
         self.queries += 1
         self.hits += known

@@ -1,8 +1,18 @@
 """Which tokens of which sequences run in the next step. Pure Python: no JAX, and no clock of its own."""
 
-from omni_jax.scheduling.buckets import Buckets, default_buckets
+from omni_jax.scheduling.buckets import Buckets, default_buckets, patch_buckets
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.scheduling.scheduler import Accepted, Scheduler, SchedulerConfig
 
-__all__ = ["Accepted", "Buckets", "Features", "Row", "Scheduler", "SchedulerConfig", "StepPlan", "default_buckets"]
+__all__ = [
+    "Accepted",
+    "Buckets",
+    "Features",
+    "Row",
+    "Scheduler",
+    "SchedulerConfig",
+    "StepPlan",
+    "default_buckets",
+    "patch_buckets",
+]

@@ -84,6 +84,14 @@ def default_buckets(
     )
 
 
+def patch_buckets(most: int) -> tuple[int, ...]:
+    """Patches of a call of the vision tower: powers of two from 256 and 1.5 times them, up to `most` rounded up to a
+    multiple of 64. A call is padded by a fifth on average; more sizes would cost more start-up than they save."""
+    top = -(-most // 64) * 64
+    sizes = sorted(size << shift for size in (256, 384) for shift in range(24))
+    return (*(size for size in sizes if size < top), top)
+
+
 def _cover(sizes, wanted):
     for size in sizes:
         if size >= wanted:

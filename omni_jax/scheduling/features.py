@@ -22,11 +22,15 @@ class Features:
         cache: rows and reference counts.
         most_patches: of one call of the encoder.
         pack_patches: pictures are put into one call up to so many; a larger one goes alone.
+
+    Attributes:
+        cache, most_patches: as given.
     """
 
     def __init__(self, cache: EncoderCache, *, most_patches: int, pack_patches: int):
         self.cache = cache
-        self._most, self._pack = most_patches, min(most_patches, pack_patches)
+        self.most_patches = most_patches
+        self._pack = min(most_patches, pack_patches)
         self._asking: set[Sequence] = set()  # with spans they have not asked for, or were refused
 
     def add(self, sequence: Sequence) -> None:

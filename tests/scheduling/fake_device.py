@@ -1,12 +1,14 @@
 """A model and a device to run step plans on, in plain Python.
 
 The model's next token depends on every token before it, and so does what it writes to the cache: the entry of a
-position is a digest of all tokens up to there. So an entry tells whether a given sequence would have written it.
+position is a digest of all tokens up to there. So an entry tells whether a given sequence would have written it. In the
+place of a picture's placeholder stands a number that only the encoder can have written.
 """
 
 import dataclasses
+import zlib
 
-from omni_jax.requests import Request, Sequence
+from omni_jax.requests import MediaSpan, Request, Sequence
 from omni_jax.scheduling import Row, StepPlan
 
 VOCABULARY = 7
@@ -20,6 +22,19 @@ def extend(digest: int, token: int) -> int:
 def sample(digest: int, index: int) -> int:
     """The next token of continuation `index`, after tokens with this digest."""
     return (digest * (2 * index + 3) >> 23) % VOCABULARY
+
+
+def feature(key: bytes, index: int) -> int:
+    """What the encoder makes of the index-th part of a picture."""
+    return 1000 + zlib.crc32(key + bytes([index]))
+
+
+def seen_prompt(request: Request) -> tuple[int, ...]:
+    """The prompt with features in the place of placeholders."""
+    prompt = list(request.prompt_ids)
+    for span in request.media:
+        prompt[span.start : span.stop] = [feature(span.key, i) for i in range(span.length)]
+    return tuple(prompt)
 
 
 class Stream:
@@ -83,10 +98,18 @@ class FakeDevice:
         self._tables = [[0] * self.pages_per_row for _ in range(self.slots)]
         self._last_token: list[tuple[Sequence, int] | None] = [None] * self.slots
         self._owner: list[Sequence | None] = [None] * self.slots
+        self._features: dict[int, int] = {}
+
+    def encode(self, batch: tuple[MediaSpan, ...], rows) -> None:
+        """Writes the features of a batch where they belong."""
+        for span, own in zip(batch, rows, strict=True):
+            assert len(own) == span.length
+            assert min(own) > 0, "row 0 means no feature"
+            self._features |= {int(row): feature(span.key, i) for i, row in enumerate(own)}
 
     def stream(self, sequence: Sequence) -> Stream:
         if sequence not in self.streams:
-            self.streams[sequence] = Stream(sequence.request.prompt_ids, sequence.index)
+            self.streams[sequence] = Stream(seen_prompt(sequence.request), sequence.index)
         return self.streams[sequence]
 
     def dispatch(self, plan: StepPlan, cases: dict[str, Case], may_write) -> Result:
@@ -124,6 +147,8 @@ class FakeDevice:
         else:
             given = sequence.known[row.start : row.start + row.count]
             assert len(given) == row.count, "runs tokens that the host does not know"
+            for place, own in row.features:
+                given[place : place + len(own)] = [self._features[int(at)] for at in own]
         digest, scores = START, []
         for position in range(row.start):
             digest = self._read(table, position)
@@ -138,7 +163,7 @@ class FakeDevice:
             digest = extend(digest, token)
             self._cache[block][position % self.block_size] = (position, digest)
             if row.score and position < sequence.num_prompt - 1:
-                scores.append((digest, sequence.request.prompt_ids[position + 1]))
+                scores.append((digest, stream.token(position + 1)))
         if not row.sample:
             return None, tuple(scores)
         output = row.start + row.count - sequence.num_prompt

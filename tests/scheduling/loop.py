@@ -4,10 +4,12 @@ import collections
 import itertools
 from collections.abc import Iterable
 
-from omni_jax.memory import BlockPool
-from omni_jax.requests import Request, SamplingParams, Sequence
-from omni_jax.scheduling import Buckets, Scheduler, SchedulerConfig, StepPlan, default_buckets
-from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream
+import numpy as np
+
+from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
+from omni_jax.scheduling import Buckets, Features, Scheduler, SchedulerConfig, StepPlan, default_buckets
+from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream, seen_prompt
 
 Ending = tuple[tuple[int, ...], str, str | int | None]  # tokens, finish reason, stop reason
 
@@ -47,6 +49,12 @@ class WatchedPool(BlockPool):
         assert self.references[block] <= 1 or self.shared_in[block] == self.step, "writes to a shared block"
 
 
+def picture(name: str, start: int, length: int) -> MediaSpan:
+    """A picture of `length` tokens, and as many patches, at a place in the prompt."""
+    patches = np.zeros((length, 1, 1, 1, 1), np.uint8)
+    return MediaSpan(key=name.encode(), modality="image", start=start, length=length, grid=(1, length), patches=patches)
+
+
 class Loop:
     """What Engine is to the real runner."""
 
@@ -60,8 +68,12 @@ class Loop:
         max_num_batched_tokens: int = 64,
         buckets: Buckets | None = None,
         eos: Iterable[int] = (),
+        feature_rows: int = 0,
+        most_patches: int = 8,
+        slices: int = 2,
     ):
-        """`blocks` are the usable ones."""
+        """`blocks` are the usable ones. With `feature_rows`, the model reads pictures, of `most_patches` a call at
+        most; a call of the encoder takes so many slices."""
         self.pool = WatchedPool(blocks + 1, block_size)
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -71,7 +83,15 @@ class Loop:
             or default_buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
             eos_token_ids=frozenset(eos),
         )
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.features = None
+        if feature_rows:
+            cache = EncoderCache(feature_rows, rows_per_block=1)
+            self.features = Features(cache, most_patches=most_patches, pack_patches=most_patches)
+        self.slices = slices
+        self.encoding: tuple[MediaSpan, ...] = ()
+        self.slices_left = 0
+        self.encoded: collections.Counter[bytes] = collections.Counter()
+        self.scheduler = Scheduler(self.config, self.pool, self.features)
         self.device = FakeDevice(
             num_blocks=blocks + 1, block_size=block_size, slots=max_num_seqs, max_model_len=max_model_len
         )
@@ -86,12 +106,16 @@ class Loop:
 
     # -- what a test does ---------------------------------------------------------------------------------------------
 
-    def add(self, prompt: int | Iterable[int], *, id: str | None = None, stop_pair=None, nan_at=None, **params):
+    def add(
+        self, prompt: int | Iterable[int], *, id: str | None = None, stop_pair=None, nan_at=None, media=(), **params
+    ):
         """A request; a prompt given by its length is made up. Returns its continuations."""
         number = next(self._names)
         if isinstance(prompt, int):
             prompt = [(number * 5 + i * i + i // 3) % 7 for i in range(prompt)]
-        request = Request(id=id or f"r{number}", prompt_ids=tuple(prompt), params=SamplingParams(**params))
+        request = Request(
+            id=id or f"r{number}", prompt_ids=tuple(prompt), params=SamplingParams(**params), media=tuple(media)
+        )
         added = self.scheduler.add(request)
         self.cases[request.id] = Case(request=request, stop_pair=stop_pair, nan_at=nan_at)
         self.sequences += added
@@ -108,19 +132,39 @@ class Loop:
             self._check_plan(plan, *before)
             self.in_flight.append((plan, self.device.dispatch(plan, self.cases, self.pool.may_write)))
             self.plans.append(plan)
+        self._encode()
         self.check()
         between()
-        assert plan is not None or self.in_flight or not self.scheduler.num_live, "there is work, and it does none"
+        busy = plan is not None or self.in_flight or self.encoding
+        assert busy or not self.scheduler.num_live or self.just_encoded, "there is work, and it does none"
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._commit(*self.in_flight.popleft())
         self.check()
         assert len(self.in_flight) <= 1
         return bool(self.scheduler.num_live or self.in_flight)
 
+    def _encode(self) -> None:
+        """Engine._encode: a slice of the call under way, or a new one."""
+        self.just_encoded = False
+        if self.features is None:
+            return
+        if self.encoding:
+            self.slices_left -= 1
+            if not self.slices_left:
+                self.device.encode(self.encoding, [self.features.cache.rows(span.key) for span in self.encoding])
+                self.scheduler.encoded(self.encoding)
+                self.encoding = ()
+                self.just_encoded = True
+        else:
+            self.encoding, self.slices_left = self.scheduler.next_batch(), self.slices
+            assert len({span.key for span in self.encoding}) == len(self.encoding), "encoded twice"
+            self.encoded.update(span.key for span in self.encoding)
+
     def run(self, steps: int = 0) -> None:
         """Until all is done, in so many steps at most, or in as many as a bounded number of recomputations takes."""
         needed = sum(s.num_prompt + s.max_output for s in self.sequences)
-        for _ in range(steps or 100 + 10 * needed):
+        pictures = sum(len(s.request.media) for s in self.sequences)
+        for _ in range(steps or 100 + 10 * needed + 10 * pictures * (self.slices + 1)):
             if not self.step():
                 return self.check_idle()
         raise AssertionError("it goes on and on")
@@ -136,6 +180,7 @@ class Loop:
         if plan is not None and dispatched:
             self.device.dispatch(plan, self.cases, self.pool.may_write)
         self.in_flight.clear()
+        self.encoding = ()
         self.scheduler.reset()
         self.device.wipe()
         self.check()
@@ -154,7 +199,7 @@ class Loop:
     def alone(self, sequence: Sequence) -> Ending:
         """What the continuation says when there is nothing else: from the rules, without the scheduler."""
         case, params = self.cases[sequence.request.id], sequence.request.params
-        prompt = sequence.request.prompt_ids
+        prompt = seen_prompt(sequence.request)
         room = self.config.max_model_len - len(prompt)
         most = room if params.max_tokens is None else min(room, params.max_tokens)
         stream, said = Stream(prompt, sequence.index), []
@@ -208,6 +253,21 @@ class Loop:
             if sequence.finish_reason is not None:
                 assert not sequence.blocks
         assert scheduler.num_live == len({s.request.id for s in live})
+        if self.features is not None:
+            self._check_features()
+
+    def _check_features(self) -> None:
+        held = collections.Counter(
+            span.key for s in self.sequences for span in s.request.media[s.media_passed : s.media_held]
+        )
+        entries = self.features.cache._entries
+        assert held == collections.Counter({key: e.references for key, e in entries.items() if e.references})
+        rows = [row for entry in entries.values() for row in entry.rows.tolist()]
+        assert len(set(rows)) == len(rows), "two pictures share a row"
+        for sequence in self.sequences:
+            if sequence.finish_reason is not None:
+                assert sequence.media_passed == sequence.media_held
+        assert all(entries[span.key].state == "encoding" for span in self.encoding)
 
     def check_idle(self) -> None:
         self.check()
@@ -216,6 +276,7 @@ class Loop:
         assert self.scheduler.num_live == 0
         assert self.pool.num_used == 0
         assert self.pool.usage == 0.0
+        assert self.features is None or self.features.cache.usage == 0.0 or self.encoding
         assert not self.in_flight
 
     def _check_plan(self, plan: StepPlan, waiting: list[Sequence], running: list[Sequence]) -> None:
@@ -248,7 +309,11 @@ class Loop:
 
         # First come, first served: who is let in goes before all that could have been let in and were not.
         admitted = [row.sequence.order for row in rows if row.admit]
-        left = [s.order for s in self.scheduler.waiting if s in waiting or s in running]
+        left = [
+            s.order
+            for s in self.scheduler.waiting
+            if (s in waiting or s in running) and (self.features is None or self.features.starts(s))
+        ]
         assert not admitted or not left or max(admitted) < min(left)
 
     def _commit(self, plan: StepPlan, result: Result) -> None:
@@ -268,7 +333,7 @@ class Loop:
     def _collect(self, row, scored) -> None:
         """As the engine does: what a preempted run took already is left out, and there is no gap."""
         sequence = row.sequence
-        taken, stream = self.scored[sequence.request.id], Stream(sequence.request.prompt_ids, 0)
+        taken, stream = self.scored[sequence.request.id], Stream(seen_prompt(sequence.request), 0)
         assert row.start <= len(taken)
         for position in range(len(taken), min(row.start + row.count, sequence.num_prompt - 1)):
             assert scored[position - row.start] == (stream.digest(position), stream.token(position + 1))

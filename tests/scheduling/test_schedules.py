@@ -7,7 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_jax.scheduling import Buckets
-from tests.scheduling.loop import Loop
+from tests.scheduling.loop import Loop, picture
+
+LENGTHS = {"a": 1, "b": 2, "c": 3, "d": 6}  # of pictures, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Event:
 
 
 @st.composite
-def scenarios(draw):
+def scenarios(draw, pictures=False):
     """(arguments of Loop, events). Small pools and small numbers, so that everything touches an edge often."""
     block_size = draw(st.integers(1, 5))
     max_model_len = draw(st.integers(2, 26))
@@ -41,12 +43,18 @@ def scenarios(draw):
         ),
         "eos": draw(st.sets(st.integers(0, 6), max_size=1)),
     }
-    events = draw(st.lists(_events(block_size, max_model_len), min_size=1, max_size=12))
+    if pictures:
+        loop |= {
+            "feature_rows": draw(st.integers(max(LENGTHS.values()), 12)),
+            "most_patches": draw(st.integers(max(LENGTHS.values()), 12)),
+            "slices": draw(st.integers(1, 4)),
+        }
+    events = draw(st.lists(_events(block_size, max_model_len, pictures), min_size=1, max_size=12))
     return loop, sorted(events, key=lambda event: event.step)
 
 
 @st.composite
-def _events(draw, block_size, max_model_len):
+def _events(draw, block_size, max_model_len, pictures=False):
     step = draw(st.integers(0, 12))
     kind = draw(st.sampled_from(["add"] * 8 + ["abort", "abort between", "stop between", "raise", "raise late"]))
     if kind != "add":
@@ -67,7 +75,22 @@ def _events(draw, block_size, max_model_len):
         "stop_pair": draw(st.none() | st.tuples(st.integers(0, 6), st.integers(0, 6))),
         "nan_at": draw(st.sampled_from([None] * 9 + [0, 2])),
     }
+    if pictures:
+        what["media"] = draw(_pictures(prompt))
     return Event(step, kind, what)
+
+
+@st.composite
+def _pictures(draw, prompt):
+    """Pictures in a prompt, some of them the same, next to each other or with text between."""
+    media, at = [], 0
+    for name in draw(st.lists(st.sampled_from(sorted(LENGTHS)), max_size=4)):
+        at += draw(st.integers(0, 4))
+        if at + LENGTHS[name] > prompt:
+            break
+        media.append(picture(name, at, LENGTHS[name]))
+        at += LENGTHS[name]
+    return media
 
 
 def play(loop: Loop, events: list[Event]) -> None:
@@ -96,6 +119,16 @@ def play(loop: Loop, events: list[Event]) -> None:
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(scenarios())
 def test_any_schedule_says_what_each_says_alone(scenario):
+    arguments, events = scenario
+    loop = Loop(**arguments)
+    play(loop, events)
+    loop.check_endings()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(scenarios(pictures=True))
+def test_any_schedule_with_pictures_says_what_each_says_alone(scenario):
+    """And the feature array is small, so that pictures are evicted, taken back and encoded again."""
     arguments, events = scenario
     loop = Loop(**arguments)
     play(loop, events)
