@@ -27,9 +27,11 @@ lint: $(VENV)/.installed-dev
 
 goldens: .venv-goldens/.installed
 	.venv-goldens/bin/python tests/goldens/make.py
+	.venv-goldens/bin/python tests/goldens/make_vl.py
 
 goldens-check: .venv-goldens/.installed
 	.venv-goldens/bin/python tests/goldens/make.py --check
+	.venv-goldens/bin/python tests/goldens/make_vl.py --check
 
 bench-cpu: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.cpu $(BENCH)
@@ -58,11 +60,12 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed-test
 	$(BIN)/python -m pip install -q -e ".[test,dev]"
 	touch $@
 
-# The oracle's environment: torch is no dependency of anything else here.
+# The oracle's environment: torch is no dependency of anything else here. Older transformers cut the times of a video
+# off before they multiply them.
 .venv-goldens/.installed: Makefile
 	$(PYTHON) -m venv .venv-goldens
 	.venv-goldens/bin/python -m pip install -q --upgrade pip
-	.venv-goldens/bin/python -m pip install -q torch==2.13.0 "transformers>=5.20" safetensors tokenizers numpy
+	.venv-goldens/bin/python -m pip install -q torch==2.13.0 "transformers>=5.24" safetensors tokenizers numpy pillow
 	touch $@
 
 .venv-newest/.installed: pyproject.toml

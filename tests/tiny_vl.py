@@ -419,6 +419,11 @@ def num_tokens(item: Picture | Film) -> int:
     return int(np.prod(item.grid)) // MERGE**2
 
 
+def frames(item: Picture | Film) -> list[np.ndarray]:
+    """What is seen of an item: the one image of a picture, the frames of a film."""
+    return [item.array()] if isinstance(item, Picture) else item.arrays()
+
+
 def picture(rows_px: int, cols_px: int, seed: int) -> np.ndarray:
     """uint8 [rows_px, cols_px, 3]: coloured squares of 6 pixels, across the edges of patches, over a gradient."""
     shape = (-(-rows_px // 6), -(-cols_px // 6), 3)

@@ -21,6 +21,7 @@ import hashlib
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,21 +39,28 @@ SMALLEST_GAP = 3e-4  # between the best two logits of every greedy step: errors 
 
 def weights_digest(variant: str) -> str:
     """What the goldens depend on, to notice without torch that tests/tiny.py has changed since they were made."""
-    digest = hashlib.sha256(json.dumps(tiny.config(variant), sort_keys=True).encode())
-    for name, tensor in sorted(tiny.weights(tiny.config(variant)).items()):
-        digest.update(name.encode() + str(tensor.shape).encode() + tensor.tobytes())
-    for length in tiny.PROMPT_LENGTHS:
-        digest.update(str(tiny.prompt(length)).encode())
-    return digest.hexdigest()
+    config = tiny.config(variant)
+    prompts = (str(tiny.prompt(length)).encode() for length in tiny.PROMPT_LENGTHS)
+    return digest(config, tiny.weights(config), prompts)
+
+
+def digest(config: dict, weights: dict[str, np.ndarray], inputs: Iterable[bytes]) -> str:
+    sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(weights.items()):
+        sha256.update(name.encode() + str(tensor.shape).encode() + tensor.tobytes())
+    for part in inputs:
+        sha256.update(part)
+    return sha256.hexdigest()
 
 
 def load(variant: str) -> dict[str, np.ndarray]:
-    """The committed goldens of one variant."""
+    """The committed goldens of one variant (or family of make_vl.py)."""
     with np.load(HERE / f"{variant}.npz", allow_pickle=False) as file:
         return dict(file)
 
 
-def make(variant: str) -> dict[str, np.ndarray]:
+def oracle(write: Callable[[str], object], name: str, auto_class: str = "AutoModelForCausalLM"):
+    """transformers' model, float32 and eager, of the directory that `write` fills."""
     import torch
     import transformers
 
@@ -60,13 +68,27 @@ def make(variant: str) -> dict[str, np.ndarray]:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        tiny.write_tiny(directory, variant)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        write(directory)
+        model, report = getattr(transformers, auto_class).from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
     faults = {kind: names for kind, names in report.items() if names and kind != "error_msgs"}
     if faults:
-        raise SystemExit(f"{variant}: transformers did not load the tiny checkpoint cleanly: {faults}")
+        raise SystemExit(f"{name}: transformers did not load the tiny checkpoint cleanly: {faults}")
+    return model
+
+
+def versions() -> str:
+    import torch
+    import transformers
+
+    return json.dumps({"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__})
+
+
+def make(variant: str) -> dict[str, np.ndarray]:
+    import torch
+
+    model = oracle(lambda directory: tiny.write_tiny(directory, variant), variant)
     logits, tokens = [], []
     with torch.no_grad():
         for length in tiny.PROMPT_LENGTHS:
@@ -79,7 +101,6 @@ def make(variant: str) -> dict[str, np.ndarray]:
         scored = model(ids).logits[0]
         logsumexp = scored.logsumexp(-1)
         chosen = scored[:-1].gather(1, ids[0, 1:, None])[:, 0] - logsumexp[:-1]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     return {
         "lengths": np.array(tiny.PROMPT_LENGTHS, np.int32),
         "logits": np.stack(logits).astype(np.float32),
@@ -88,7 +109,7 @@ def make(variant: str) -> dict[str, np.ndarray]:
         "scored_logsumexp": logsumexp.numpy().astype(np.float32),
         "scored_logprobs": chosen.numpy().astype(np.float32),
         "weights_sha256": np.array(weights_digest(variant)),
-        "versions": np.array(json.dumps(versions)),
+        "versions": np.array(versions()),
     }
 
 
@@ -125,26 +146,27 @@ def differences(committed: dict[str, np.ndarray], fresh: dict[str, np.ndarray]) 
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(doc: str, names: Sequence[str], make: Callable[[str], dict[str, np.ndarray]]) -> int:
+    """The command line of both scripts: writes or checks <name>.npz for each name."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
-    parser.add_argument("variants", nargs="*", default=list(tiny.VARIANTS), help="default: all")
+    parser.add_argument("names", nargs="*", default=list(names), help="default: all")
     arguments = parser.parse_args()
     bad = 0
-    for variant in arguments.variants:
-        fresh = make(variant)
+    for name in arguments.names:
+        fresh = make(name)
         if not arguments.check:
-            np.savez_compressed(HERE / f"{variant}.npz", **fresh)
-            sys.stdout.write(f"{variant}: written\n")
+            np.savez_compressed(HERE / f"{name}.npz", **fresh)
+            sys.stdout.write(f"{name}: written\n")
             continue
-        if not (HERE / f"{variant}.npz").exists():
+        if not (HERE / f"{name}.npz").exists():
             found = ["there is no committed file"]
         else:
-            found = differences(load(variant), fresh)
+            found = differences(load(name), fresh)
         bad += bool(found)
-        sys.stdout.write(f"{variant}: {'; '.join(found) or 'equal'}\n")
+        sys.stdout.write(f"{name}: {'; '.join(found) or 'equal'}\n")
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, tuple(tiny.VARIANTS), make))

@@ -1,13 +1,14 @@
-"""The committed goldens belong to the tiny checkpoints as tests/tiny.py writes them now (no torch needed to tell).
+"""The committed goldens belong to the tiny checkpoints as tests/tiny.py and tests/tiny_vl.py write them now (no torch
+needed to tell).
 
-That transformers still computes the same from them is checked by `python tests/goldens/make.py --check` where torch is.
+That transformers still computes the same from them is checked by make.py and make_vl.py with --check where torch is.
 """
 
 import numpy as np
 import pytest
 
-from tests import tiny
-from tests.goldens import make
+from tests import tiny, tiny_vl
+from tests.goldens import make, make_vl
 
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
@@ -34,6 +35,67 @@ def test_golden_output_is_varied(variant):
 def test_rope_variants_differ():
     plain, yarn = make.load("llama"), make.load("llama_yarn")
     assert np.abs(plain["logits"] - yarn["logits"]).max() > 0.1
+
+
+FAMILIES = pytest.mark.parametrize("family", tiny_vl.FAMILIES)
+
+
+@FAMILIES
+def test_vision_goldens_were_made_from_these_weights_and_pictures(family):
+    assert str(make.load(family)["weights_sha256"]) == make_vl.weights_digest(family), (
+        f"tests/tiny_vl.py or numpy's bit stream changed since {family}.npz was made: run make_vl.py again"
+    )
+    assert (make.HERE / f"{family}.npz").stat().st_size < 300_000
+
+
+@FAMILIES
+def test_vision_goldens_are_whole(family):
+    goldens, table = make_vl.load_vl(family), tiny_vl.weights(family)["model.embed_tokens.weight"]
+    assert goldens.keys() == tiny_vl.CASES.keys()
+    for name, golden in goldens.items():
+        case, ids = tiny_vl.CASES[name], golden["ids"]
+        assert ids.tolist() == tiny_vl.expanded_ids(case)
+        assert [tuple(grid) for grid in golden["grids"].tolist()] == [item.grid for item in case.items]
+        placeholders = np.flatnonzero(ids >= 510)
+        assert golden["features"].shape == (len(placeholders), table.shape[1])
+        whole = table[ids]
+        whole[placeholders] = golden["features"]
+        np.testing.assert_array_equal(golden["embeds"], whole[golden["embed_rows"]])
+        assert len(golden["embed_rows"]) == 4 * len(case.items)
+        assert golden["logits"].shape == table.shape[:1]
+        assert golden["tokens"].shape == (make_vl.GREEDY_TOKENS,)
+        assert golden["tokens"][0] == golden["logits"].argmax()
+        assert golden["positions"].shape == (3, len(ids))
+        assert golden["delta"] == golden["positions"].max() + 1 - len(ids)
+
+
+@FAMILIES
+def test_vision_output_is_varied(family):
+    goldens = make_vl.load_vl(family)
+    assert min(len(set(golden["tokens"].tolist())) for golden in goldens.values()) >= 16
+    for golden in goldens.values():
+        assert len(np.unique(golden["features"], axis=0)) == len(golden["features"])
+
+
+@FAMILIES
+def test_text_goes_on_behind_the_largest_position_of_what_is_seen(family):
+    # Where a film has more temporal positions than its frames have rows and columns, transformers 4 goes on
+    # behind the last temporal position, transformers 5.24 behind the larger side, back in time. No golden hangs on it.
+    for golden in make_vl.load_vl(family).values():
+        positions, seen = golden["positions"], golden["ids"] >= 510
+        for i in np.flatnonzero(seen[:-1] & ~seen[1:]):
+            assert (positions[:, i + 1] == positions[:, : i + 1].max() + 1).all()
+
+
+def test_video_times_are_cut_off_after_the_multiplication():
+    # Steps of 0.8 seconds at 2 positions a second: 0, 1.6, 3.2. Qwen2-VL counts steps.
+    for family, times in (("qwen2_vl", [0, 1, 2]), ("qwen2_5_vl", [0, 1, 3])):
+        golden = make_vl.load_vl(family)["video"]
+        time, row, column = golden["positions"][:, golden["ids"] == 511]
+        first = row.min()
+        assert (time - first).tolist() == [t for t in times for _ in range(15)]
+        assert (row - first).tolist() == [r for _ in times for r in range(3) for _ in range(5)]
+        assert (column - first).tolist() == list(range(5)) * 9
 
 
 def test_differences_are_found():
