@@ -1,0 +1,382 @@
+"""Where the bytes of a picture or a film come from: http(s) URLs, data: URIs, and files under one allowed directory.
+
+A client names what is fetched, so nothing here trusts a name. The address is checked where a socket is made for it, so
+the checked address is the dialled one whatever the URL spelt and whatever a resolver says the next time; every hop of a
+redirect goes the same way. No message holds more of what was sent than a host's name.
+"""
+
+import asyncio
+import binascii
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import unquote, unquote_to_bytes
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from omni_jax.requests import InvalidRequest
+
+MODALITIES = ("image", "video")
+DEFAULT_LIMITS: Mapping[str, int] = {"image": 16, "video": 1}  # parts in a request
+MAX_CONNECTIONS = 256  # of the whole server
+
+_RESOLVER_THREADS = 32  # of their own: a name that hangs must hold up nobody else's work
+_REDIRECTS = (301, 302, 303, 307, 308)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):")
+_PLAIN = re.compile(r"[\x21-\x7e]+")  # a URL that needs no encoding, and whose signature would not survive one
+_MAX_URL = 8192  # characters
+_MAX_DATA_HEADER = 1024  # characters before the comma of a data: URI
+_MAX_ESCAPES = 1_000_000  # %XX in a data: URI; each costs a step in Python
+_CHUNK = 2**18  # characters decoded at a time; between two, other threads get their turn
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaPolicy:
+    """What may be fetched, and how much of it.
+
+    Attributes:
+        allowed_domains: host names that may be asked, each exactly as it stands (no subdomains), on every hop of a
+            redirect; none is no limit. An allowed name with a private address needs allow_private_addresses as well.
+        allowed_local_path: directory whose files may be read; None reads none.
+        allow_private_addresses: also dial addresses that are not on the public internet.
+        timeout: seconds for one item in all, redirects included.
+        max_bytes: of one item.
+        max_redirects: followed for one item.
+    """
+
+    allowed_domains: tuple[str, ...] = ()
+    allowed_local_path: Path | None = None
+    allow_private_addresses: bool = False
+    timeout: float = 5.0
+    max_bytes: int = 64 * 2**20
+    max_redirects: int = 5
+
+    def __post_init__(self):
+        object.__setattr__(self, "allowed_domains", tuple(map(_domain, self.allowed_domains)))
+        if self.allowed_local_path is not None:
+            real = Path(os.path.realpath(self.allowed_local_path))
+            if not real.is_dir():
+                raise ValueError(f"the allowed local media path must be a directory, got {self.allowed_local_path}")
+            object.__setattr__(self, "allowed_local_path", real)
+        if not 0 < self.timeout < float("inf"):
+            raise ValueError(f"the media timeout must be a positive number of seconds, got {self.timeout}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaOptions:
+    """How a server deals with pictures and films.
+
+    Attributes:
+        policy: what may be fetched.
+        limits: parts of each modality in one request, at most; a modality that is not named has its default.
+        allow_mm_processor_kwargs: whether requests may set min_pixels, max_pixels, fps and num_frames.
+    """
+
+    policy: MediaPolicy = dataclasses.field(default_factory=MediaPolicy)
+    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    allow_mm_processor_kwargs: bool = False
+
+    def __post_init__(self):
+        for name, limit in self.limits.items():
+            if name not in MODALITIES or type(limit) is not int or limit < 0:
+                raise ValueError(f"a media limit is 'image' or 'video' and a number from 0, got {name!r}: {limit!r}")
+        object.__setattr__(self, "limits", {**DEFAULT_LIMITS, **self.limits})
+
+
+@contextlib.asynccontextmanager
+async def open_session(
+    policy: MediaPolicy, resolver: AbstractResolver | None = None
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session that can dial only what the policy allows. No proxy, netrc or cookie is used, whatever the environment
+    says.
+
+    Args:
+        resolver: names to addresses; by default the system's, in threads of its own.
+    """
+    resolver = resolver or _Resolver()
+    connector = aiohttp.TCPConnector(
+        resolver=resolver,
+        socket_factory=functools.partial(_checked_socket, policy),
+        limit=MAX_CONNECTIONS,
+        use_dns_cache=False,
+    )
+    async with aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        auto_decompress=False,  # the byte limit counts what comes over the wire, and pictures are compressed already
+        timeout=aiohttp.ClientTimeout(total=None),  # fetch has its own, over all hops
+        headers={"Accept-Encoding": "identity", "User-Agent": f"omni-jax/{importlib.metadata.version('omni-jax')}"},
+    ) as session:
+        try:
+            yield session
+        finally:
+            await resolver.close()
+
+
+async def fetch(
+    source: str, policy: MediaPolicy, session: aiohttp.ClientSession, pool: Executor | None = None
+) -> bytes:
+    """The bytes that `source` names. There are no retries, but for aiohttp's one on a connection that was dropped before
+    a byte of the answer.
+
+    Args:
+        source: an http(s) URL; a data: URI; a file:// URL or a path (absolute, or relative to the allowed directory).
+        session: from `open_session` with the same policy.
+        pool: where data: URIs are decoded and files read; by default the loop's own threads.
+
+    Raises:
+        InvalidRequest: the source is not allowed, cannot be had, is too large or takes too long. The message says
+            which, and begins with no name of the part: the caller puts that before it.
+    """
+    source = source.strip()
+    if _scheme(source) not in ("http", "https"):
+        return await asyncio.get_running_loop().run_in_executor(pool, read, source, policy)
+    url = _url(source)
+    try:
+        async with asyncio.timeout(policy.timeout):
+            return await _download(url, policy, session)
+    except TimeoutError:
+        limit = f"{policy.timeout:g} s that an item may take"
+        raise InvalidRequest(f"{_shown(url.host)} did not deliver within the {limit}") from None
+
+
+def read(source: str, policy: MediaPolicy) -> bytes:
+    """The bytes of a data: URI or a local file; `fetch` without a network."""
+    scheme = _scheme(source)
+    if scheme == "data":
+        data = _decode_data(source)
+        if len(data) > policy.max_bytes:
+            raise InvalidRequest(f"the data: URI holds {len(data)} bytes; at most {policy.max_bytes} are read")
+        return data
+    if scheme in (None, "file"):
+        return _read_file(_local_path(source) if scheme else source, policy)
+    raise InvalidRequest(f"URLs of the scheme {scheme!a} are not fetched; give an http(s) URL or a data: URI")
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address belongs to the public internet: global unicast, and the same of an IPv4 address that an
+    IPv6 one stands for (mapped, 6to4, NAT64)."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if inner is None and ip in _NAT64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+        if ip not in _GLOBAL_UNICAST:
+            return False
+    return ip.is_global and not ip.is_multicast
+
+
+# -- http -------------------------------------------------------------------------------------------------------------
+
+
+class _NotPublic(OSError):
+    """The address is not to be dialled."""
+
+
+def _checked_socket(policy: MediaPolicy, addr_info: tuple) -> socket.socket:
+    """The one place where sockets come from: the address in hand is the one that is dialled next."""
+    family, kind, protocol, _, address = addr_info
+    if not (policy.allow_private_addresses or is_public(address[0])):
+        raise _NotPublic("not a public address")
+    return socket.socket(family, kind, protocol)
+
+
+class _Resolver(AbstractResolver):
+    """The system's resolver, in threads of its own."""
+
+    def __init__(self):
+        self._pool = ThreadPoolExecutor(_RESOLVER_THREADS, thread_name_prefix="resolve")
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        look_up = functools.partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, look_up)
+        same = {"hostname": host, "port": port, "flags": socket.AI_NUMERICHOST}
+        return [
+            ResolveResult(host=str(address[0]), family=kind, proto=protocol, **same)
+            for kind, _, protocol, _, address in found
+        ]
+
+    async def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _download(url: URL, policy: MediaPolicy, session: aiohttp.ClientSession) -> bytes:
+    for _ in range(policy.max_redirects + 1):
+        _check(url, policy)
+        try:
+            async with session.get(url, allow_redirects=False) as response:
+                if response.status == 200:
+                    return await _body(response, policy.max_bytes)
+                location = response.headers.get("Location")
+                if response.status not in _REDIRECTS or location is None:
+                    raise InvalidRequest(f"{_shown(url.host)} answered with status {response.status}")
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:  # UnicodeError: a host that no name can have
+            raise InvalidRequest(_reason(error, url)) from None
+        url = _url(location, base=url)
+    raise InvalidRequest(f"{_shown(url.host)} is one redirect more than the {policy.max_redirects} that are followed")
+
+
+async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    too_large = InvalidRequest(f"{_shown(response.url.host)} sent more than the {limit} bytes an item may have")
+    if (response.content_length or 0) > limit:
+        raise too_large
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+def _url(text: str, base: URL | None = None) -> URL:
+    """A URL as it was written: encoding it anew would break signed ones."""
+    if len(text) > _MAX_URL:
+        raise InvalidRequest(f"the URL has {len(text)} characters; at most {_MAX_URL} are read")
+    text = text.strip()
+    try:
+        url = URL(text, encoded=_PLAIN.fullmatch(text) is not None)
+        url = url if base is None else base.join(url)
+        _ = url.raw_host, url.port  # parsed when they are asked for
+        return url
+    except ValueError:
+        what = "the URL is" if base is None else f"{_shown(base.host)} redirected to what is"
+        raise InvalidRequest(f"{what} not a valid URL") from None
+
+
+def _check(url: URL, policy: MediaPolicy) -> None:
+    if url.scheme not in ("http", "https"):  # of a redirect
+        raise InvalidRequest(f"a redirect to the scheme {url.scheme[:31]!a} is not followed, only to http and https")
+    if not url.raw_host:
+        raise InvalidRequest("the URL names no host")
+    if url.raw_user is not None or url.raw_password is not None:
+        raise InvalidRequest("a URL with credentials (user@host) is not fetched")
+    if policy.allowed_domains and url.raw_host.lower().rstrip(".") not in policy.allowed_domains:
+        raise InvalidRequest(f"{_shown(url.host)} is not among the domains this server fetches from")
+
+
+def _domain(given: str) -> str:
+    """A host name in the one form it is compared in; ValueError for anything else, such as a URL."""
+    with contextlib.suppress(ValueError):
+        name = URL.build(scheme="http", host=given.strip().rstrip(".")).raw_host
+        if name and not re.search(r"[\s/@*%]", name) and (":" not in name or _is_address(name)):
+            return name.lower()
+    raise ValueError(f"an allowed media domain must be a host name such as images.example.com, got {given!r}")
+
+
+def _is_address(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False
+
+
+def _reason(error: Exception, url: URL) -> str:
+    """What a client is told about a hop that failed."""
+    match error:
+        case aiohttp.ClientConnectorDNSError():
+            what = "cannot be resolved"
+        case aiohttp.ClientConnectorError(os_error=_NotPublic()):
+            what = "is not on the public internet, and this server fetches only from there"
+        case aiohttp.ClientSSLError():
+            what = "speaks no TLS, or has no valid certificate"
+        case aiohttp.ClientConnectorError():
+            what = "cannot be reached"
+        case aiohttp.InvalidURL() | UnicodeError():
+            what = "is not a valid host of a URL"
+        case _:
+            what = "broke off, or sent what is not HTTP"
+    return f"{_shown(url.host)} {what}"
+
+
+def _shown(host: str | None) -> str:
+    return f"the host {(host or '')[:100]!a}"
+
+
+# -- data: and file: --------------------------------------------------------------------------------------------------
+
+
+def _scheme(source: str) -> str | None:
+    found = _SCHEME.match(source)
+    return found[1].lower() if found else None
+
+
+def _decode_data(source: str) -> bytes:
+    comma = source.find(",", 0, _MAX_DATA_HEADER)
+    if comma < 0:
+        raise InvalidRequest("the data: URI has no comma between its type and its data")
+    # What it says of its type is not read: the bytes say it better.
+    header, payload = source[len("data:") : comma], source[comma + 1 :]
+    if payload.count("%") > _MAX_ESCAPES:
+        raise InvalidRequest(f"the data: URI has more than {_MAX_ESCAPES} percent escapes; send it as base64")
+    if not header.rstrip().lower().endswith(";base64"):
+        data = unquote_to_bytes(payload)
+    else:
+        data = _decode_base64(unquote(payload) if "%" in payload else payload)
+    if not data:
+        raise InvalidRequest("the data: URI is empty")
+    return data
+
+
+def _decode_base64(text: str) -> bytes:
+    """Base64 as people send it: with white space or none, padded or not, in the usual alphabet or the URL-safe one."""
+    text = text.rstrip("= \t\r\n\f\v")
+    data, rest = bytearray(), b""
+    try:
+        for start in range(0, len(text), _CHUNK):
+            rest += text[start : start + _CHUNK].encode("ascii").translate(_URL_SAFE, b" \t\r\n\f\v")
+            if b"=" in rest:  # padding inside
+                raise ValueError
+            whole = len(rest) // 4 * 4
+            data += binascii.a2b_base64(rest[:whole], strict_mode=True)
+            rest = rest[whole:]
+        data += binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)
+    except ValueError:  # binascii.Error and UnicodeEncodeError are such
+        raise InvalidRequest("the data: URI is not valid base64") from None
+    return bytes(data)
+
+
+def _local_path(url: str) -> str:
+    """The path of a file: URL."""
+    host, slash, path = url[len("file:") :].removeprefix("//").partition("/")
+    if not url.startswith("//", len("file:")) or host.lower() not in ("", "localhost") or not slash:
+        raise InvalidRequest("a file: URL must be file:/// and an absolute path")
+    return "/" + unquote(path, errors="surrogateescape")
+
+
+def _read_file(path: str, policy: MediaPolicy) -> bytes:
+    root = policy.allowed_local_path
+    if root is None:
+        raise InvalidRequest("local files are not read by this server; give an http(s) URL or a data: URI")
+    data = None
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a NUL in the path
+        real = Path(os.path.realpath(root / path))
+        if real.is_relative_to(root) and real.is_file():  # no directory, and no pipe to wait on
+            with open(real, "rb", opener=_open_as_it_is) as file:
+                data = file.read(policy.max_bytes + 1)
+    if data is None:  # one message for all reasons: it must not tell which files there are
+        raise InvalidRequest("the local file cannot be read: it must be a file in the directory this server allows")
+    if len(data) > policy.max_bytes:
+        raise InvalidRequest(f"the local file has more than the {policy.max_bytes} bytes an item may have")
+    return data
+
+
+def _open_as_it_is(path: str, flags: int) -> int:
+    """Links were resolved before; one that appears since is not followed, and nothing makes the caller wait."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
