@@ -1,0 +1,254 @@
+"""The vision tower of Qwen2-VL and Qwen2.5-VL: patches to features of the text's width. One file, the differences are
+configuration.
+
+It comes in three modules, because it is run in slices of layers: PatchEmbed, Block (of which there are `depth`), and
+Merger. All take patches in the order of `vision_layout.layout`, of several images one after another, with padding
+wherever first == last. Matrices are stored as in decoder.py: those that widen [in, out], those that narrow [out, in].
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
+
+from kernels_pallas.packed_attention import packed_attention
+from omni_jax.models.config import VisionConfig
+from omni_jax.models.decoder import RMSNorm, project
+from omni_jax.models.rope import rotate
+from omni_jax.models.vision_layout import longest_window
+
+NORM_EPS = 1e-6
+THETA = 10000.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchBatch:
+    """Where the patches of a call stand: `VisionLayout` on the device. Padding has first == last, in both ranges.
+
+    Attributes:
+        positions: row and column of each patch in its image.
+        first: first slot of the patch's image.
+        last: the slot behind the last one of its image.
+        window_first: first slot of its window; None where the model has no windows.
+        window_last: the slot behind the last one of its window.
+    """
+
+    positions: Int[Array, "n 2"]
+    first: Int[Array, "n"]
+    last: Int[Array, "n"]
+    window_first: Int[Array, "n"] | None = None
+    window_last: Int[Array, "n"] | None = None
+
+
+def rotary_2d(
+    config: VisionConfig, positions: Int[Array, "n 2"]
+) -> tuple[Float[Array, "n 1 half"], Float[Array, "n 1 half"]]:
+    """Cosines and sines in float32, as `rope.rotate` takes them: the first half of the pairs of a head turn with the
+    row, the second half with the column, both at the same speeds."""
+    pairs = config.hidden_size // config.num_heads // 4
+    speeds = THETA ** -(np.arange(pairs) / pairs)
+    angle = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(speeds, jnp.float32)[None, None, :]
+    angle = angle.reshape(positions.shape[0], 1, 2 * pairs)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float, dtype):
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+        self.bias = nnx.Param(jnp.zeros((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "n size"]) -> Float[Array, "n size"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        scaled = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        weight, bias = (p[...].astype(jnp.float32)[None, :] for p in (self.weight, self.bias))
+        return (scaled * weight + bias).astype(x.dtype)
+
+
+def _norm(config: VisionConfig, dtype) -> RMSNorm | LayerNorm:
+    return (RMSNorm if config.rms_norm else LayerNorm)(config.hidden_size, NORM_EPS, dtype)
+
+
+class Linear(nnx.Module):
+    """A matrix and a bias: the weight is stored [in, out], or [out, in] with `out_in`."""
+
+    def __init__(self, inputs: int, outputs: int, dtype, *, out_in: bool):
+        self.weight = nnx.Param(jnp.zeros((outputs, inputs) if out_in else (inputs, outputs), dtype))
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype))
+        self.out_in = out_in
+
+    def __call__(self, x: Float[Array, "n in"]) -> Float[Array, "n out"]:
+        return project(x, self.weight[...], out_in=self.out_in) + self.bias[...][None, :]
+
+
+def _in_float32(function, x):
+    return function(x.astype(jnp.float32)).astype(x.dtype)
+
+
+class PatchEmbed(nnx.Module):
+    """Pixels to hidden states. The convolution of the checkpoint has its kernel's size as stride, so it is a matrix
+    product over each patch: its weight [hidden, channels, frames, p, p] becomes [hidden, channels * frames * p * p].
+
+    Args:
+        mean: of each channel, in units of rescaled pixels.
+        std: likewise.
+        rescale_factor: multiplies pixels first, usually 1 / 255.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        dtype,
+        *,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        rescale_factor: float,
+    ):
+        if not len(mean) == len(std) == config.in_channels:
+            raise ValueError(f"{config.in_channels} channels need as many means and deviations, got {mean} and {std}")
+        self.mean, self.std, self.rescale_factor = tuple(mean), tuple(std), rescale_factor
+        size = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self.weight = nnx.Param(jnp.zeros((config.hidden_size, size), dtype))
+
+    def __call__(self, patches: UInt8[Array, "n channels frames p p"]) -> Float[Array, "n hidden"]:
+        mean, std = (jnp.asarray(x, jnp.float32).reshape(1, -1, 1, 1, 1) for x in (self.mean, self.std))
+        pixels = (patches.astype(jnp.float32) * self.rescale_factor - mean) / std
+        weight = self.weight[...]
+        return project(pixels.astype(weight.dtype).reshape(patches.shape[0], -1), weight, out_in=True)
+
+
+class Attention(nnx.Module):
+    """Attention of the patches of an image, or of a window, to each other, in both directions."""
+
+    def __init__(self, config: VisionConfig, dtype):
+        self.heads, self.head_dim = config.num_heads, config.hidden_size // config.num_heads
+        self.longest = longest_window(config)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype, out_in=False)
+        self.out = Linear(config.hidden_size, config.hidden_size, dtype, out_in=True)
+
+    def __call__(self, x, cos, sin, batch: PatchBatch, full: bool):
+        n = x.shape[0]
+        query, key, value = jnp.split(self.qkv(x).reshape(n, -1, self.head_dim), 3, axis=1)
+        first, last = (batch.first, batch.last) if full else (batch.window_first, batch.window_last)
+        if first is None or last is None:
+            raise ValueError("a layer was told to attend within windows (full=False), but the batch has none")
+        attended = packed_attention(
+            rotate(query, cos, sin),
+            rotate(key, cos, sin),
+            value,
+            first,
+            last,
+            scale=self.head_dim**-0.5,
+            longest=None if full else self.longest,
+        )
+        return self.out(attended.reshape(n, -1))
+
+
+class QuickMLP(nnx.Module):
+    """Two matrices around x * sigmoid(1.702 x), which comes near to GELU (Qwen2-VL)."""
+
+    def __init__(self, config: VisionConfig, dtype):
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size, dtype, out_in=False)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size, dtype, out_in=True)
+
+    def __call__(self, x):
+        return self.fc2(_in_float32(lambda y: y * jax.nn.sigmoid(1.702 * y), self.fc1(x)))
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU with biases (Qwen2.5-VL)."""
+
+    def __init__(self, config: VisionConfig, dtype):
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, dtype, out_in=False)
+        self.down = Linear(config.intermediate_size, config.hidden_size, dtype, out_in=True)
+
+    def __call__(self, x):
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(_in_float32(jax.nn.silu, gate) * up)
+
+
+class Block(nnx.Module):
+    """One layer of the tower, with pre-norms and residuals. All layers have the same parameters' shapes."""
+
+    def __init__(self, config: VisionConfig, dtype):
+        self.norm1 = _norm(config, dtype)
+        self.attention = Attention(config, dtype)
+        self.norm2 = _norm(config, dtype)
+        self.mlp = (GatedMLP if config.hidden_act == "silu" else QuickMLP)(config, dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "n hidden"],
+        cos: Float[Array, "n 1 half"],
+        sin: Float[Array, "n 1 half"],
+        batch: PatchBatch,
+        *,
+        full: bool,
+    ) -> Float[Array, "n hidden"]:
+        """`full` says that patches attend to their image instead of their window (`attends_fully`)."""
+        with jax.named_scope("vision_attention"):
+            x = x + self.attention(self.norm1(x), cos, sin, batch, full)
+        with jax.named_scope("vision_mlp"):
+            return x + self.mlp(self.norm2(x))
+
+
+class Merger(nnx.Module):
+    """The patches of each merge block, which lie next to each other, to one feature."""
+
+    def __init__(self, config: VisionConfig, dtype):
+        self.width = config.hidden_size * config.spatial_merge_size**2
+        self.norm = _norm(config, dtype)
+        self.fc1 = Linear(self.width, self.width, dtype, out_in=False)
+        self.fc2 = Linear(self.width, config.out_hidden_size, dtype, out_in=True)
+
+    def __call__(self, x: Float[Array, "n hidden"]) -> Float[Array, "features out_hidden"]:
+        merged = self.fc1(self.norm(x).reshape(-1, self.width))
+        return self.fc2(_in_float32(lambda y: jax.nn.gelu(y, approximate=False), merged))
+
+
+def attends_fully(config: VisionConfig) -> tuple[bool, ...]:
+    """For each layer whether it attends to the whole image."""
+    windows = config.window_size is not None
+    return tuple(not windows or i in config.full_attention_layers for i in range(config.depth))
+
+
+def weight_sources(config: VisionConfig) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """The weight map, as data: parameter path -> (tensors of the checkpoint stacked along their output axis,
+    transposed?). Paths begin with the module: `patch_embed.`, `blocks.{i}.` or `merger.`. The convolution of the
+    checkpoint has five axes where the parameter has two: reshape it to [hidden, -1]."""
+
+    def linear(here: str, there: tuple[str, ...], transposed: bool) -> dict[str, tuple[tuple[str, ...], bool]]:
+        return {
+            here + ".weight": (tuple(name + ".weight" for name in there), transposed),
+            here + ".bias": (tuple(name + ".bias" for name in there), False),
+        }
+
+    def norm(here: str, there: str) -> dict[str, tuple[tuple[str, ...], bool]]:
+        parts = (".weight",) if config.rms_norm else (".weight", ".bias")
+        return {here + part: ((there + part,), False) for part in parts}
+
+    sources = {"patch_embed.weight": (("visual.patch_embed.proj.weight",), False)}
+    for i in range(config.depth):
+        here, there = f"blocks.{i}.", f"visual.blocks.{i}."
+        mlp = there + "mlp."
+        sources |= norm(here + "norm1", there + "norm1") | norm(here + "norm2", there + "norm2")
+        sources |= linear(here + "attention.qkv", (there + "attn.qkv",), True)
+        sources |= linear(here + "attention.out", (there + "attn.proj",), False)
+        if config.hidden_act == "silu":
+            sources |= linear(here + "mlp.gate_up", (mlp + "gate_proj", mlp + "up_proj"), True)
+            sources |= linear(here + "mlp.down", (mlp + "down_proj",), False)
+        else:
+            sources |= linear(here + "mlp.fc1", (mlp + "fc1",), True)
+            sources |= linear(here + "mlp.fc2", (mlp + "fc2",), False)
+    sources |= norm("merger.norm", "visual.merger.ln_q")
+    sources |= linear("merger.fc1", ("visual.merger.mlp.0",), True)
+    sources |= linear("merger.fc2", ("visual.merger.mlp.2",), False)
+    return sources
