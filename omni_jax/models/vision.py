@@ -6,7 +6,7 @@ Merger. All take patches in the order of `vision_layout.layout`, of several imag
 wherever first == last. Matrices are stored as in decoder.py: those that widen [in, out], those that narrow [out, in].
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,9 @@ NORM_EPS = 1e-6
 THETA = 10000.0
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PatchBatch:
-    """Where the patches of a call stand: `VisionLayout` on the device. Padding has first == last, in both ranges.
+class PatchBatch(NamedTuple):
+    """Where the patches of a call stand: `VisionLayout` on the device. Padding has first == last, in both ranges. (A
+    tuple, because JAX also builds it of things that are no arrays, and those would fail a dataclass's shape checks.)
 
     Attributes:
         positions: row and column of each patch in its image.
@@ -95,32 +94,26 @@ def _in_float32(function, x):
 
 class PatchEmbed(nnx.Module):
     """Pixels to hidden states. The convolution of the checkpoint has its kernel's size as stride, so it is a matrix
-    product over each patch: its weight [hidden, channels, frames, p, p] becomes [hidden, channels * frames * p * p].
+    product over each patch: its weight [hidden, channels, frames, p, p] becomes [hidden, channels * frames * p * p]."""
 
-    Args:
-        mean: of each channel, in units of rescaled pixels.
-        std: likewise.
-        rescale_factor: multiplies pixels first, usually 1 / 255.
-    """
-
-    def __init__(
-        self,
-        config: VisionConfig,
-        dtype,
-        *,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        rescale_factor: float,
-    ):
-        if not len(mean) == len(std) == config.in_channels:
-            raise ValueError(f"{config.in_channels} channels need as many means and deviations, got {mean} and {std}")
-        self.mean, self.std, self.rescale_factor = tuple(mean), tuple(std), rescale_factor
+    def __init__(self, config: VisionConfig, dtype):
         size = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.weight = nnx.Param(jnp.zeros((config.hidden_size, size), dtype))
 
-    def __call__(self, patches: UInt8[Array, "n channels frames p p"]) -> Float[Array, "n hidden"]:
-        mean, std = (jnp.asarray(x, jnp.float32).reshape(1, -1, 1, 1, 1) for x in (self.mean, self.std))
-        pixels = (patches.astype(jnp.float32) * self.rescale_factor - mean) / std
+    def __call__(
+        self,
+        patches: UInt8[Array, "n channels frames p p"],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        rescale_factor: float,
+    ) -> Float[Array, "n hidden"]:
+        """(pixel * rescale_factor - mean) / std in float32, by channel; then the product in the weights' dtype."""
+        if not len(mean) == len(std) == patches.shape[1]:
+            raise ValueError(
+                f"patches of {patches.shape[1]} channels need as many means and deviations, got {mean} and {std}"
+            )
+        middle, width = (jnp.asarray(x, jnp.float32).reshape(1, -1, 1, 1, 1) for x in (mean, std))
+        pixels = (patches.astype(jnp.float32) * rescale_factor - middle) / width
         weight = self.weight[...]
         return project(pixels.astype(weight.dtype).reshape(patches.shape[0], -1), weight, out_in=True)
 

@@ -134,7 +134,7 @@ def dense_tower(tensors, config, grid, patches):
 def modules(config, tensors, dtype=jnp.float32):
     """The three modules, filled by the weight map: every tensor is used, every parameter is set."""
     sources, unused = weight_sources(config), set(tensors)
-    parts = {"patch_embed.": PatchEmbed(config, dtype, **PIXELS), "merger.": Merger(config, dtype)}
+    parts = {"patch_embed.": PatchEmbed(config, dtype), "merger.": Merger(config, dtype)}
     parts |= {f"blocks.{i}.": Block(config, dtype) for i in range(config.depth)}
     for prefix, module in parts.items():
         for path, parameter in nnx.to_flat_state(nnx.state(module)):
@@ -155,7 +155,7 @@ def compiled_tower(parts, patches, fields, config):
     batch = PatchBatch(**fields)
     embed, merger, *blocks = parts
     cos, sin = rotary_2d(config, batch.positions)
-    x = embed(patches)
+    x = embed(patches, **PIXELS)
     for block, full in zip(blocks, attends_fully(config), strict=True):
         x = block(x, cos, sin, batch, full=full)
     return merger(x)
@@ -247,8 +247,9 @@ def test_attends_fully():
 
 
 def test_channels_need_their_mean():
+    patches = jnp.zeros((4, 3, 2, 4, 4), jnp.uint8)
     with pytest.raises(ValueError, match="3 channels"):
-        PatchEmbed(QWEN2, jnp.float32, mean=(0.5,), std=(0.5,), rescale_factor=1 / 255)
+        PatchEmbed(QWEN2, jnp.float32)(patches, mean=(0.5,), std=(0.5,), rescale_factor=1 / 255)
 
 
 def test_layout_by_hand():
