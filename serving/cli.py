@@ -1,4 +1,4 @@
-"""The command line: serve, generate, convert, check, version. A command imports what it needs when it runs."""
+"""The command line: serve, generate, describe-images, ... A command imports what it needs when it runs."""
 
 import enum
 import json
@@ -253,6 +253,90 @@ def check(
     else:
         print(report, file=sys.stdout if ok else sys.stderr)
     raise typer.Exit(0 if ok else FAILURE)
+
+
+@app.command(
+    name="describe-images",
+    epilog='Example: omni-jax describe-images photos/ --prompt "What is in this picture?" -o photos.jsonl --rate 20',
+)
+def describe_images(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A folder, searched recursively; a picture; a URL; or a .txt with a path or URL a line. "
+            "URLs are for the server to fetch.",
+        ),
+    ],
+    prompt: Annotated[str, typer.Option(help="What to ask about each picture.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="OUT.jsonl",
+            help="A JSON row for each source, in the order of completion. What has a text there is not asked again. "
+            "A file *.run.json beside it remembers prompt, model and settings.",
+        ),
+    ],
+    server: Annotated[str, typer.Option(help="An OpenAI-compatible server.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text, at most.")] = 256,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the server's.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, at most.")] = 8,
+    rate: Annotated[float, typer.Option(min=0, help="Requests a second, at most; 0 is no limit.")] = 0.0,
+    retries: Annotated[
+        int, typer.Option(min=0, help="Further attempts after a 429, a 5xx, a broken connection or a timeout.")
+    ] = 5,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds of an attempt.")] = 300.0,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed/--no-retry-failed", help="Ask again about what failed in an earlier run.")
+    ] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away what OUT.jsonl has.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Send this many this time, at most.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be sent.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
+) -> None:
+    """Ask a running server about each of many pictures.
+
+    Exit codes: 0 every source has a text, 1 some failed, 2 usage, 130 interrupted; the same command then goes on.
+    """
+    import dataclasses
+
+    from serving import describe
+
+    try:
+        options = describe.Options(
+            source=source,
+            prompt=prompt,
+            out=out,
+            server=server,
+            model=model,
+            api_key=api_key,
+            system=system,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            concurrency=concurrency,
+            rate=rate,
+            retries=retries,
+            timeout=timeout,
+            retry_failed=retry_failed,
+            overwrite=overwrite,
+            limit=limit,
+        )
+        done = describe.plan(options) if dry_run else describe.run(options)
+    except describe.UsageError as error:
+        raise typer.BadParameter(str(error)) from None
+    except (describe.NoModel, OSError) as error:
+        _fail(str(error))
+    if isinstance(done, list):
+        print(json.dumps({"would_send": done}, ensure_ascii=False) if as_json else "\n".join(done))
+        return
+    if as_json:
+        print(json.dumps(dataclasses.asdict(done), ensure_ascii=False))
+    raise typer.Exit(done.exit_code)
 
 
 @app.command(epilog="Example: omni-jax version --json")

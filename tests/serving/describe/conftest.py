@@ -1,0 +1,28 @@
+from pathlib import Path
+
+import pytest
+
+from serving import describe_client
+from tests.serving.describe.fake import Fake
+
+
+@pytest.fixture
+def fake() -> Fake:
+    return Fake()
+
+
+@pytest.fixture
+def server(fake: Fake):
+    with fake.running() as address:
+        yield address
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pictures").mkdir()
+    return tmp_path / "pictures"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(describe_client, "FIRST_BACKOFF", 0.0)
