@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -26,7 +27,7 @@ from omni_jax.engine.loading import Loaded
 from omni_jax.requests import Delta, Request, SamplingParams, TokenLogprob
 from omni_jax.runtime import runner
 from omni_jax.scheduling import Buckets
-from tests import tiny
+from tests import tiny, tiny_vl
 
 CACHE = Path(__file__).parents[1] / ".cache" / "xla-tests"
 BLOCK_SIZE = 16
@@ -35,15 +36,18 @@ BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # keys and values, layers, tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is compiled of which tiny checkpoint."""
+    """What is compiled of which tiny checkpoint; `patches` are buckets of the vision tower."""
 
     variant: str = "llama"
     decode: tuple[int, ...] = (2,)
     mixed: tuple[int, ...] = (32,)
     heads: tuple[str, ...] = ("greedy",)
     dtype: str = "float32"
+    patches: tuple[int, ...] = ()
 
-    def config(self, model_dir: Path, *, kv_cache_memory_bytes: int = 500 * BLOCK_BYTES) -> EngineConfig:
+    def config(
+        self, model_dir: Path, *, kv_cache_memory_bytes: int = 500 * BLOCK_BYTES, **options: Any
+    ) -> EngineConfig:
         return EngineConfig(
             model_dir=model_dir,
             max_num_seqs=self.decode[-1],
@@ -52,12 +56,16 @@ class Setup:
             dtype=self.dtype,
             compilation_cache_dir=CACHE,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_pixels=tiny_vl.MAX_PIXELS,
+            **options,
         )
 
 
 SETUPS = {
     "main": Setup(decode=(1, 8), mixed=(16, 64), heads=("greedy", "sample", "full")),
     "bfloat16": Setup(decode=(2, 8), mixed=(16, 64), dtype="bfloat16"),
+    "qwen2_vl": Setup(variant="qwen2_vl", decode=(1, 8), mixed=(16, 64), patches=(128, 512)),
+    "qwen2_5_vl": Setup(variant="qwen2_5_vl", decode=(8,), mixed=(64,), patches=(512,)),
 } | {variant: Setup(variant=variant) for variant in tiny.VARIANTS if variant != "llama"}
 
 
@@ -65,6 +73,8 @@ SETUPS = {
 def checkpoint(variant: str) -> Path:
     directory = tempfile.mkdtemp(prefix="omni-jax-tests-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    if variant in tiny_vl.FAMILIES:
+        return tiny_vl.write_tiny_vl(directory, variant)
     return tiny.write_tiny(directory, variant)
 
 
@@ -80,6 +90,7 @@ def compile_tiny(setup: Setup, **options) -> Loaded:
     with (
         one_process_at_a_time(),
         mock.patch.object(loading, "default_buckets", return_value=buckets),
+        mock.patch.object(loading, "patch_buckets", return_value=setup.patches),
         mock.patch.object(runner, "VARIANTS", setup.heads),
     ):
         return loading.load(setup.config(checkpoint(setup.variant), **options))
@@ -175,3 +186,4 @@ def assert_idle(engine: Engine) -> None:
     """OP-04: nothing is held when there is nothing to do."""
     stats = engine.stats()
     assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    assert stats.encoder_cache_usage == 0.0

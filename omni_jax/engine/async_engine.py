@@ -13,6 +13,7 @@ from omni_jax.engine.engine import Engine
 from omni_jax.engine.loading import Progress
 from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,12 @@ class AsyncEngine:
     Attributes:
         info: what it serves; known after `start`.
         tokenizer: the model's; known after `start`.
+        vision: how pictures become patches, or None for a model that reads text only; known after `start`.
     """
 
     info: EngineInfo
     tokenizer: Tokenizer
+    vision: VisionInputs | None
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None):
         self._config, self._progress = config, progress
@@ -174,7 +177,7 @@ class AsyncEngine:
         except Exception as error:  # noqa: BLE001  handed to whoever awaits `start`
             self._call(lambda error=error: ready.cancelled() or ready.set_exception(error))
             return
-        self.info, self.tokenizer, self._engine = engine.info, engine.tokenizer, engine
+        self.info, self.tokenizer, self.vision, self._engine = engine.info, engine.tokenizer, engine.vision, engine
         self._call(lambda: ready.cancelled() or ready.set_result(None))
         try:
             while not (self._stopping and not self._orders):

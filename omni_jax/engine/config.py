@@ -28,6 +28,10 @@ class EngineConfig:
         compilation_cache_dir: where compiled programs are kept; by default ~/.cache/omni-jax/xla.
         forbid_tracing: after warm-up, anything that would trace (and so compile) in the engine's thread is an error.
         hang_seconds: a step out for longer than this makes the engine unhealthy.
+        max_pixels: of an image or a frame once it is resized; bounds the encoder's executables.
+        encoder_cache_tokens: features of pictures that are kept on the device; 8,192, and never less than one picture
+            needs.
+        encoder_layers_per_slice: layers of the vision tower that run between two steps; 1 on a CPU, 8 on a GPU.
     """
 
     model_dir: Path | str
@@ -45,9 +49,15 @@ class EngineConfig:
     compilation_cache_dir: Path | str | None = None
     forbid_tracing: bool = True
     hang_seconds: float = 300.0
+    max_pixels: int = 1_003_520
+    encoder_cache_tokens: int | None = None
+    encoder_layers_per_slice: int | None = None
 
     def __post_init__(self):
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+        for name in (
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"),
+            *("max_pixels", "encoder_cache_tokens", "encoder_layers_per_slice"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -70,6 +80,7 @@ class EngineInfo:
         executables: (key, seconds to trace and compile) of each.
         compile_seconds: wall time of compiling all of them.
         cache_hits: how many came from the compilation cache.
+        encoder_cache_tokens: features of pictures that the device holds; 0 for a model that reads text only.
     """
 
     model_dir: str
@@ -88,3 +99,4 @@ class EngineInfo:
     executables: tuple[tuple[str, float], ...] = ()
     compile_seconds: float = 0.0
     cache_hits: int = 0
+    encoder_cache_tokens: int = 0

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import random
 import time
+from typing import Any
 
 import numpy as np
 
@@ -14,16 +15,18 @@ from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.engine.loading import Progress, load
 from omni_jax.engine.stats import EngineStats
-from omni_jax.memory import BlockPool
+from omni_jax.inputs.prompt import VisionInputs
+from omni_jax.memory import BlockPool, EncoderCache
 from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, Sequence, TokenLogprob
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.runtime import StepResult
-from omni_jax.scheduling import Accepted, Scheduler, SchedulerConfig
+from omni_jax.scheduling import Accepted, Features, Scheduler, SchedulerConfig
 from omni_jax.scheduling.scheduler import output_room
 
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 2  # steps in a row that may raise before the engine gives up
+PACK_PATCHES = 1024  # small pictures share a call of the vision tower up to so many patches; a larger one goes alone
 
 
 class Engine:
@@ -32,12 +35,21 @@ class Engine:
     Attributes:
         info: what it serves.
         tokenizer: the model's tokenizer.
+        vision: how pictures become patches, for a model that reads them; else None.
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None):
         loaded = load(config, progress)
         self.config, self.info, self.tokenizer = config, loaded.info, loaded.tokenizer
-        self._runner = loaded.runner
+        self.vision = loaded.vision
+        self._runner, self._encoder = loaded.runner, loaded.runner.encoder
+        self._features = None
+        if self._encoder is not None:
+            self._features = Features(
+                EncoderCache(self.info.encoder_cache_tokens),
+                most_patches=self._encoder.config.buckets[-1],
+                pack_patches=PACK_PATCHES,
+            )
         self._pool = BlockPool(self.info.num_blocks, self.info.block_size)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -48,6 +60,7 @@ class Engine:
                 eos_token_ids=loaded.eos_token_ids,
             ),
             self._pool,
+            self._features,
         )
         self._random = random.Random(config.seed)
         self._detokenizers: dict[Sequence, Detokenizer] = {}
@@ -72,6 +85,10 @@ class Engine:
             raise InvalidRequest(
                 f"the prompt has token ids outside the vocabulary (0 to {self.info.vocab_size - 1})", param="prompt"
             )
+        if self._features is not None and self.vision is not None:
+            check_media(request, self.vision, self._features)
+        elif request.media:
+            raise InvalidRequest("this model reads text only, and the request has pictures", param="messages")
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -89,6 +106,10 @@ class Engine:
             self._detokenizers[sequence] = Detokenizer(self.tokenizer, request.params)
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs[request.id] = [None]
+        before = -1
+        for span in request.media:
+            self._stats.mm_items[span.modality] += span.start != before  # the steps of a video follow each other
+            before = span.stop
 
     def abort(self, request_id: str) -> list[Delta]:
         """Ends a request; its last deltas. Nothing of it runs in the next step. An unknown id is no error."""
@@ -136,9 +157,22 @@ class Engine:
             self._stats.steps += 1
             self._stats.real_tokens += plan.num_tokens
             self._stats.padded_tokens += plan.size - plan.num_tokens
+        self._encode(wait=not self._in_flight)
         if not self._in_flight or (plan is not None and len(self._in_flight) == 1):
             return []
         return self._read(self._in_flight.popleft())
+
+    def _encode(self, *, wait: bool) -> None:
+        """Dispatches the next slice of the vision tower, if there is one and the last one has ended. With `wait`, as
+        there is no step to read meanwhile, waits for that."""
+        encoder = self._encoder
+        if encoder is None or self._features is None:
+            return
+        if encoder.busy:
+            if (wait or encoder.is_ready) and (done := encoder.advance()):
+                self._scheduler.encoded(done)
+        elif batch := self._scheduler.next_batch():
+            encoder.begin(batch, [self._features.cache.rows(span.key) for span in batch])
 
     def _read(self, result: StepResult) -> list[Delta]:
         sampled, scored = result.read()
@@ -262,8 +296,21 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; any thread may call it."""
+        encoder: dict[str, Any] = {}
+        if self._encoder is not None and self._features is not None:
+            encoder = {
+                "encoder_calls": self._encoder.calls,
+                "encoder_patches": self._encoder.real_patches,
+                "encoder_padded_patches": self._encoder.padded_patches,
+                "encoder_slice_seconds": tuple(self._encoder.slice_seconds),
+                "encoder_cache_queries": self._features.cache.queries,
+                "encoder_cache_hits": self._features.cache.hits,
+                "encoder_cache_usage": self._features.cache.usage,
+                "mm_items": dict(self._stats.mm_items),
+            }
         return dataclasses.replace(
             self._stats,
+            **encoder,
             num_requests_running=len(self._scheduler.running),
             num_requests_waiting=len(self._scheduler.waiting),
             kv_cache_usage=self._pool.usage,
@@ -273,6 +320,44 @@ class Engine:
             host_gap_seconds=tuple(self._gaps),
             step_seconds=tuple(self._seconds),
         )
+
+
+def check_media(request: Request, vision: VisionInputs, features: Features) -> None:
+    """Raises InvalidRequest when pictures and placeholders of a request do not belong together, or one of them can
+    never be encoded."""
+    placeholders = {vision.config.image_token_id: "image", vision.config.video_token_id: "video"}
+    at = 0
+    for span in request.media:
+        expected = vision.config.image_token_id if span.modality == "image" else vision.config.video_token_id
+        if not at <= span.start < span.stop <= len(request.prompt_ids) or any(
+            token != expected for token in request.prompt_ids[span.start : span.stop]
+        ):
+            raise InvalidRequest(
+                f"the {span.modality} at tokens {span.start} to {span.stop} of the prompt does not stand in place of "
+                f"{span.length} placeholders",
+                param="messages",
+            )
+        if stray := placeholders.keys() & request.prompt_ids[at : span.start]:
+            raise _stray(placeholders[stray.pop()])
+        at = span.stop
+        if not features.cache.fits(span.length):
+            raise InvalidRequest(
+                f"a picture of {span.length} tokens is larger than the encoder cache, which holds "
+                f"{features.cache.capacity}: send a smaller one, or raise --encoder-cache-tokens",
+                param="messages",
+            )
+        if span.num_patches > features.most_patches:
+            raise InvalidRequest(
+                f"a picture of {span.num_patches} patches is larger than this server encodes, which is "
+                f"{features.most_patches}: send a smaller one, or raise --max-pixels",
+                param="messages",
+            )
+    if stray := placeholders.keys() & request.prompt_ids[at:]:
+        raise _stray(placeholders[stray.pop()])
+
+
+def _stray(modality: str) -> InvalidRequest:
+    return InvalidRequest(f"the prompt has a placeholder token of an {modality} that was not given", param="prompt")
 
 
 def token_logprob(found: np.ndarray, top: int) -> TokenLogprob:

@@ -11,7 +11,10 @@ from typing import Any, cast
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.loading import Progress
-from omni_jax.requests import Completion, Delta, Request, RequestOutput, SamplingParams
+from omni_jax.inputs.chat import MediaPart, media_parts
+from omni_jax.inputs.prompt import Prompt as RenderedPrompt
+from omni_jax.inputs.prompt import chat_prompt, modalities_of, pack_part
+from omni_jax.requests import Completion, Delta, InvalidRequest, Request, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -81,7 +84,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or its parameters cannot be run; nothing has been generated then.
         """
-        return list(self._outputs([self._ids(prompt) for prompt in _many(prompts)], params))
+        return list(self._outputs([self._raw(prompt) for prompt in _many(prompts)], params))
 
     def chat(
         self,
@@ -89,15 +92,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers conversations through the model's chat template; `template` goes to Tokenizer.render_chat."""
+        """Answers conversations through the model's chat template; `template` goes to Tokenizer.render_chat.
+
+        Parts of a message may be pictures, {"type": "image", "image": ...} with a Pillow image, an array, a file's
+        bytes or its path, and film, {"type": "video", "video": ...} with a file's bytes, its path or a list of frames.
+        """
         many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        prompts = [tuple(self.tokenizer.render_chat(m, **template)) for m in cast(Sequence[Messages], many)]
+        prompts = [self._rendered(m, template) for m in cast(Sequence[Messages], many)]
         return list(self._outputs(prompts, params))
 
     def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
         """Log-probabilities of given texts; nothing is generated, and the vocabulary never leaves the device."""
         params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
-        outputs = self._outputs([self._ids(text) for text in _many(texts)], params)
+        outputs = self._outputs([self._raw(text) for text in _many(texts)], params)
         scores = []
         for output in outputs:
             entries = output.prompt_logprobs or ()
@@ -108,10 +115,10 @@ class LLM:
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one answer, piece by piece. A list of messages goes through the chat template."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            ids = tuple(self.tokenizer.render_chat(cast(Messages, prompt)))
+            rendered = self._rendered(cast(Messages, prompt), {})
         else:
-            ids = self._ids(cast(Prompt, prompt))
-        request = self._request(ids, params or self.default_params())
+            rendered = self._raw(cast(Prompt, prompt))
+        request = self._request(rendered, params or self.default_params())
         self._add(request)
         unfinished = request.params.n
         try:
@@ -130,15 +137,30 @@ class LLM:
         """The sampling defaults of the model's generation_config.json."""
         return SamplingParams(**self.info.default_sampling)
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+    def _raw(self, prompt: Prompt) -> RenderedPrompt:
+        return RenderedPrompt(ids=tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt))
 
-    def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
-        return Request(id=f"llm-{next(self._names)}", prompt_ids=ids, params=params, arrival=time.monotonic())
+    def _rendered(self, messages: Messages, template: Mapping[str, Any]) -> RenderedPrompt:
+        vision = self.engine.vision
+        if vision is None:
+            return RenderedPrompt(ids=tuple(self.tokenizer.render_chat(messages, **template)))
+        parts = media_parts(messages, modalities=modalities_of(self.tokenizer, vision.config))
+        items = [pack_part(part, vision.settings, _at_hand(part)) for part in parts]
+        return chat_prompt(self.tokenizer, vision.config, messages, items, **template)
+
+    def _request(self, prompt: RenderedPrompt, params: SamplingParams) -> Request:
+        return Request(
+            id=f"llm-{next(self._names)}",
+            prompt_ids=prompt.ids,
+            params=params,
+            arrival=time.monotonic(),
+            media=prompt.media,
+            positions=prompt.positions,
+        )
 
     def _outputs(self, prompts, params) -> Iterator[RequestOutput]:
         each = params if isinstance(params, Sequence) else [params or self.default_params()] * len(prompts)
-        requests = [self._request(ids, p) for ids, p in zip(prompts, each, strict=True)]
+        requests = [self._request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         for request in requests:
             self.engine.check(request)
         waiting, own = collections.deque(requests), {request.id for request in requests}
@@ -171,6 +193,19 @@ class LLM:
         """Ends a request whose caller wants no more of it; does nothing when it has ended."""
         self.engine.abort(request.id)
         self._deltas.pop(request.id, None)
+
+
+def _at_hand(part: MediaPart) -> Any:
+    """The source of a part, with files read."""
+    if isinstance(part.source, list | tuple):
+        return [_read(frame, part.where) if isinstance(frame, str | Path) else frame for frame in part.source]
+    return _read(part.source, part.where) if isinstance(part.source, str | Path) else part.source
+
+
+def _read(path: str | Path, where: str) -> bytes:
+    if str(path).startswith(("http://", "https://", "data:")):
+        raise InvalidRequest(f"{where}: nothing is fetched here: give a file's path or its bytes", param="messages")
+    return Path(path).read_bytes()
 
 
 def _many(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -16,10 +16,13 @@ from checkpoints.reader import Checkpoint
 from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.inputs import Tokenizer
-from omni_jax.models import ModelConfig, Weights, load_weights, model_config
-from omni_jax.runtime import Runner, RunnerConfig
+from omni_jax.inputs.image import VisionSettings
+from omni_jax.inputs.prompt import VisionInputs
+from omni_jax.memory import EncoderCache
+from omni_jax.models import ModelConfig, VisionConfig, Weights, load_weights, model_config
+from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
 from omni_jax.runtime.state import block_bytes, round_pages
-from omni_jax.scheduling import default_buckets
+from omni_jax.scheduling import default_buckets, patch_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +30,17 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int, str], None]
 
 GIB = 1 << 30
+ENCODER_CACHE_TOKENS = 8192
 DEFAULT_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Everything an engine is made of."""
+    """Everything an engine is made of. `vision` is None for a model that reads text only."""
 
     info: EngineInfo
     tokenizer: Tokenizer
+    vision: VisionInputs | None
     runner: Runner
     runner_config: RunnerConfig
     eos_token_ids: frozenset[int]
@@ -54,6 +59,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     device = jax.devices()[0]
     checkpoint = Checkpoint(config.model_dir)
     tokenizer = Tokenizer.from_directory(Path(config.model_dir), chat_template=config.chat_template)
+    vision = _vision(config, model_config(checkpoint.config).vision)
     dtype = _dtype(config.dtype, model_config(checkpoint.config).dtype)
     model, weights = load_weights(
         checkpoint,
@@ -68,7 +74,8 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
 
     generation = checkpoint.generation_config
     eos_token_ids = _eos(generation, checkpoint.config, tokenizer)
-    runner_config, num_blocks = _size(config, model, weights, device, dtype, eos_token_ids)
+    encoder = _encoder(config, vision, device) if vision else None
+    runner_config, num_blocks = _size(config, model, weights, device, dtype, eos_token_ids, encoder)
     runner = Runner(model, weights, runner_config, device)
 
     compiled, hits, begin = compat.compilations(), compat.cache_hits(), time.perf_counter()
@@ -104,13 +111,44 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         executables=tuple((" ".join(map(str, key)), e.seconds) for key, e in executables.items()),
         compile_seconds=seconds,
         cache_hits=hits,
+        encoder_cache_tokens=_encoder_cache_tokens(config, vision) if vision else 0,
     )
     return Loaded(
-        info=info, tokenizer=tokenizer, runner=runner, runner_config=runner_config, eos_token_ids=eos_token_ids
+        info=info,
+        tokenizer=tokenizer,
+        vision=vision,
+        runner=runner,
+        runner_config=runner_config,
+        eos_token_ids=eos_token_ids,
     )
 
 
-def _size(config, model, weights, device, dtype, eos_token_ids) -> tuple[RunnerConfig, int]:
+def _vision(config: EngineConfig, model: VisionConfig | None) -> VisionInputs | None:
+    """How pictures become patches, for a model that reads them."""
+    if model is None:
+        return None
+    settings = VisionSettings.from_directory(Path(config.model_dir), max_pixels=config.max_pixels)
+    return VisionInputs(config=model, settings=settings)
+
+
+def _encoder_cache_tokens(config: EngineConfig, vision: VisionInputs) -> int:
+    largest = config.max_pixels // (vision.config.patch_size * vision.config.spatial_merge_size) ** 2
+    return config.encoder_cache_tokens or max(ENCODER_CACHE_TOKENS, largest)
+
+
+def _encoder(config: EngineConfig, vision: VisionInputs, device) -> EncoderConfig:
+    settings = vision.settings
+    return EncoderConfig(
+        feature_rows=EncoderCache(_encoder_cache_tokens(config, vision)).array_rows,
+        buckets=patch_buckets(config.max_pixels // vision.config.patch_size**2),
+        layers_per_slice=config.encoder_layers_per_slice or (1 if device.platform == "cpu" else 8),
+        mean=settings.mean,
+        std=settings.std,
+        rescale_factor=settings.rescale_factor,
+    )
+
+
+def _size(config, model, weights, device, dtype, eos_token_ids, encoder) -> tuple[RunnerConfig, int]:
     """Limits of the batch and the number of usable blocks."""
     on_cpu = device.platform == "cpu"
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
@@ -137,6 +175,7 @@ def _size(config, model, weights, device, dtype, eos_token_ids) -> tuple[RunnerC
         buckets=buckets,
         dtype=dtype,
         eos_token_ids=eos_token_ids,
+        encoder=encoder,
     )
     per_block = block_bytes(model, block_size=block_size, dtype=dtype)
     memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, device)
@@ -183,11 +222,13 @@ def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, siz
     compiled = jax.jit(largest.function, donate_argnums=largest.donate).lower(*largest.arguments).compile()
     analysis = compiled.memory_analysis()
     temporaries = analysis.temp_size_in_bytes if analysis is not None else 0
-    left = limit - weights.nbytes - temporaries
+    features = 0 if probe.encoder is None else probe.encoder.features.nbytes
+    left = limit - weights.nbytes - temporaries - features
     if left <= 0:
         raise ValueError(
             f"no room for a KV cache: the device has {total:,} bytes, {config.gpu_memory_utilization} of which are "
-            f"{limit:,}; weights take {weights.nbytes:,} and temporaries {temporaries:,}"
+            f"{limit:,}; weights take {weights.nbytes:,}, features of pictures {features:,} and temporaries "
+            f"{temporaries:,}"
         )
     return left
 

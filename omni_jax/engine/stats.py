@@ -23,6 +23,14 @@ class EngineStats:
         host_gap_seconds: seconds the device waited for the host at the most, of the latest 1,024 steps; 0 where the
             step before was still running when the next was dispatched.
         step_seconds: seconds of the same steps.
+        encoder_calls: counter, calls of the vision tower.
+        encoder_patches: counter, patches the calls were asked for.
+        encoder_padded_patches: counter, patches the calls were padded with to reach a bucket.
+        encoder_slice_seconds: seconds of the tower's latest 1,024 slices, waiting for the step before included.
+        encoder_cache_queries: counter, times features of a picture were needed.
+        encoder_cache_hits: counter, times they were there or being computed already.
+        encoder_cache_usage: gauge in [0, 1], share of the feature array that is held.
+        mm_items: counter by modality, pictures and videos of requests that were queued.
     """
 
     num_requests_running: int = 0
@@ -41,3 +49,11 @@ class EngineStats:
     corrupted_requests: int = 0
     host_gap_seconds: tuple[float, ...] = ()
     step_seconds: tuple[float, ...] = ()
+    encoder_calls: int = 0
+    encoder_patches: int = 0
+    encoder_padded_patches: int = 0
+    encoder_slice_seconds: tuple[float, ...] = ()
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
+    encoder_cache_usage: float = 0.0
+    mm_items: dict[str, int] = dataclasses.field(default_factory=lambda: {"image": 0, "video": 0})

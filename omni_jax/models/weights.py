@@ -1,8 +1,8 @@
-"""Fills a decoder from a checkpoint: one tensor at a time, and strictly."""
+"""Fills a model from a checkpoint: one tensor at a time, and strictly."""
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 
 from checkpoints.reader import Checkpoint, CheckpointError
-from omni_jax.models.config import ModelConfig
+from omni_jax.models import vision
+from omni_jax.models.config import ModelConfig, VisionConfig
 from omni_jax.models.decoder import Decoder, weight_sources
 
 logger = logging.getLogger(__name__)
@@ -18,28 +19,76 @@ logger = logging.getLogger(__name__)
 # Tensors some exporters write that hold nothing a model needs: they follow from the config.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
+# Beginnings of names as transformers 5 writes vision models, and the classic ones that the weight maps use.
+RENAMED_PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}
+
+Sources = Mapping[str, tuple[tuple[str, ...], bool]]  # see decoder.weight_sources
+Report = Callable[[str, int], None]  # (parameter, its bytes)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Weights:
-    """A loaded decoder, split once: a call passes `leaves`, a flat tuple of arrays, and merges inside the compiled
+class Split:
+    """A loaded module, split once: a call passes `leaves`, a flat tuple of arrays, and merges inside the compiled
     function.
 
     Attributes:
         graph: the module's structure, without arrays.
+        treedef: of its state.
         leaves: its arrays, in the order `nnx.merge` wants.
-        output_matrix: [vocab, hidden], the array that makes logits; one of `leaves`.
-        nbytes: bytes of all leaves.
     """
 
     graph: Any
     treedef: Any
     leaves: tuple[jax.Array, ...]
-    output_matrix: jax.Array
-    nbytes: int
 
-    def merge(self, leaves) -> Decoder:
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves)
+
+    def merge(self, leaves) -> Any:
         """The module over `leaves`; to be called while tracing."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tower:
+    """A loaded vision tower, in the pieces it is run in.
+
+    Attributes:
+        patch: vision.PatchEmbed.
+        blocks: vision.Block, one a layer; all have the graph of the first.
+        merger: vision.Merger.
+    """
+
+    patch: Split
+    blocks: tuple[Split, ...]
+    merger: Split
+
+    @property
+    def nbytes(self) -> int:
+        return self.patch.nbytes + self.merger.nbytes + sum(block.nbytes for block in self.blocks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A loaded model.
+
+    Attributes:
+        decoder: the text decoder.
+        output_matrix: [vocab, hidden], the array that makes logits; one of the decoder's leaves.
+        tower: the vision tower, if the model has one.
+    """
+
+    decoder: Split
+    output_matrix: jax.Array
+    tower: Tower | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.decoder.nbytes + (0 if self.tower is None else self.tower.nbytes)
 
 
 def load_weights(
@@ -56,27 +105,80 @@ def load_weights(
     Raises:
         CheckpointError: tensors missing, left over, or of the wrong shape; names and both shapes are in the message.
     """
-    config = _settle_head(checkpoint, config)
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype))
-    graph, state = nnx.split(abstract)
-    paths_and_leaves, treedef = jax.tree.flatten_with_path(state)
-    sources = weight_sources(config)
-    _check(checkpoint, config, sources)
+    stored = _Stored(checkpoint)
+    config = _settle_head(stored, config)
+    text = weight_sources(config)
+    seen = vision.weight_sources(config.vision) if config.vision else {}
+    _check(stored, config, [*text.values(), *seen.values()])
 
-    leaves, done, by_name = [], 0, {}
-    total = sum(np.prod(leaf.shape) * np.dtype(dtype).itemsize for _, leaf in paths_and_leaves)
+    total = sum(stored.parameters(name) for tensors, _ in [*text.values(), *seen.values()] for name in tensors)
+    done = 0
+
+    def report(name: str, count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress(name, done, total * dtype.itemsize)
+
+    decoder, by_name = _fill(lambda: Decoder(config, dtype), text, stored, dtype, device, report)
+    tower = _tower(config.vision, seen, stored, dtype, device, report) if config.vision else None
+    output_matrix = by_name["embed"] if config.tie_word_embeddings else by_name["head"]
+    return config, Weights(decoder=decoder, output_matrix=output_matrix, tower=tower)
+
+
+class _Stored:
+    """A checkpoint under the classic names of its tensors."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+        self.names: dict[str, str] = {}
+        for name in checkpoint.tensors:
+            if name.endswith(IGNORED_SUFFIXES):
+                continue
+            prefix = next((p for p in RENAMED_PREFIXES if name.startswith(p)), "")
+            classic = RENAMED_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+            if classic in self.names:
+                raise CheckpointError([f"tensors {self.names[classic]} and {name} are the same parameter"])
+            self.names[classic] = name
+
+    def read(self, name: str) -> np.ndarray:
+        return self._checkpoint.read(self.names[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.tensors[self.names[name]].shape
+
+    def parameters(self, name: str) -> int:
+        return int(np.prod(self.shape(name)))
+
+
+def _fill(
+    make: Callable[[], nnx.Module], sources: Sources, stored: _Stored, dtype: np.dtype, device: Any, report: Report
+) -> tuple[Split, dict[str, jax.Array]]:
+    """A module of arrays from the checkpoint, and the arrays by name."""
+    graph, state = nnx.split(nnx.eval_shape(make))
+    paths_and_leaves, treedef = jax.tree.flatten_with_path(state)
+    by_name = {}
     for path, leaf in paths_and_leaves:
         name = _name(path)
         tensors, transposed = sources[name]
-        array = _assemble(checkpoint, name, tensors, transposed, leaf.shape, dtype)
-        leaves.append(jax.device_put(array, device))
-        by_name[name] = leaves[-1]
-        done += leaves[-1].nbytes
-        if progress:
-            progress(name, done, int(total))
-    output_matrix = by_name["embed"] if config.tie_word_embeddings else by_name["head"]
-    weights = Weights(graph=graph, treedef=treedef, leaves=tuple(leaves), output_matrix=output_matrix, nbytes=done)
-    return config, weights
+        array = _assemble(stored, name, tensors, transposed, leaf.shape, dtype)
+        by_name[name] = jax.device_put(array, device)
+        report(name, array.nbytes)
+    return Split(graph=graph, treedef=treedef, leaves=tuple(by_name.values())), by_name
+
+
+def _tower(
+    config: VisionConfig, sources: Sources, stored: _Stored, dtype: np.dtype, device: Any, report: Report
+) -> Tower:
+    def part(prefix: str, make: Callable[[], nnx.Module]) -> Split:
+        own = {name.removeprefix(prefix): value for name, value in sources.items() if name.startswith(prefix)}
+        return _fill(make, own, stored, dtype, device, report)[0]
+
+    return Tower(
+        patch=part("patch_embed.", lambda: vision.PatchEmbed(config, dtype)),
+        blocks=tuple(part(f"blocks.{i}.", lambda: vision.Block(config, dtype)) for i in range(config.depth)),
+        merger=part("merger.", lambda: vision.Merger(config, dtype)),
+    )
 
 
 def _name(path) -> str:
@@ -89,10 +191,9 @@ def _name(path) -> str:
     return ".".join(parts)
 
 
-def _settle_head(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    present = "lm_head.weight" in checkpoint.tensors
-    if config.tie_word_embeddings and present:
-        head, embed = checkpoint.read("lm_head.weight"), checkpoint.read("model.embed_tokens.weight")
+def _settle_head(stored: _Stored, config: ModelConfig) -> ModelConfig:
+    if config.tie_word_embeddings and "lm_head.weight" in stored.names:
+        head, embed = stored.read("lm_head.weight"), stored.read("model.embed_tokens.weight")
         if head.shape != embed.shape or not np.array_equal(head, embed):
             logger.warning(
                 "config.json ties the output to the embedding, but lm_head.weight differs: using lm_head.weight"
@@ -101,25 +202,28 @@ def _settle_head(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     return config
 
 
-def _check(checkpoint: Checkpoint, config: ModelConfig, sources) -> None:
-    wanted = {name for tensors, _ in sources.values() for name in tensors}
-    given = {name for name in checkpoint.tensors if not name.endswith(IGNORED_SUFFIXES)}
+def _check(stored: _Stored, config: ModelConfig, sources: Iterable[tuple[tuple[str, ...], bool]]) -> None:
+    wanted = {name for tensors, _ in sources for name in tensors}
+    given = set(stored.names)
     if config.tie_word_embeddings:
         given.discard("lm_head.weight")  # equal to the embedding, as _settle_head found
     faults = [f"missing tensor {name}" for name in sorted(wanted - given)]
     if "lm_head.weight" in wanted - given:
         faults.append("config.json has tie_word_embeddings=false: set it to true if the output is the embedding")
     faults += [
-        f"tensor {name} {list(checkpoint.tensors[name].shape)} is not part of {config.architecture}"
+        f"tensor {stored.names[name]} {list(stored.shape(name))} is not part of {config.architecture}"
         for name in sorted(given - wanted)
     ]
     if faults:
         raise CheckpointError(faults)
 
 
-def _assemble(checkpoint, name, tensors, transposed, shape, dtype) -> np.ndarray:
-    """The stacked, transposed, cast array of one parameter; contiguous, and never the mapped file itself."""
-    parts = [checkpoint.read(tensor) for tensor in tensors]
+def _assemble(stored: _Stored, name, tensors, transposed, shape, dtype) -> np.ndarray:
+    """The stacked, transposed, cast array of one parameter; contiguous, and never the mapped file itself. A convolution
+    whose stride is its size is a matrix: [out, everything else]."""
+    parts = [stored.read(tensor) for tensor in tensors]
+    if len(shape) == 2:
+        parts = [part.reshape(len(part), -1) if part.ndim > 2 else part for part in parts]
     stacked_shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
     found = stacked_shape[::-1] if transposed else stacked_shape
     if found != tuple(shape) or any(p.shape[1:] != parts[0].shape[1:] for p in parts):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.paged_attention import PagedBatch, paged_attention, write_pages
-from omni_jax.models import ModelConfig, Weights
+from omni_jax.models import ModelConfig, Split
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import sampling
 from omni_jax.runtime.packing import Layout
@@ -33,6 +33,7 @@ class StepShapes:
         pages_per_row: width of the block table.
         block_size: tokens a block.
         vocab_size: logits a row.
+        reads_media: the model takes features of pictures and has M-RoPE.
     """
 
     rows: int
@@ -40,14 +41,17 @@ class StepShapes:
     pages_per_row: int
     block_size: int
     vocab_size: int
+    reads_media: bool = False
 
     @property
     def alternatives(self) -> int:
         return min(MAX_LOGPROBS, self.vocab_size)
 
     def body_layout(self, tokens: int, rows: int) -> Layout:
-        """`tokens` below 0 mean: the last token of slot -token - 1. `update_*` add a block to a slot's table."""
+        """`tokens` below 0 mean: the last token of slot -token - 1. `update_*` add a block to a slot's table.
+        `rotary` are positions for M-RoPE (time, height, width), `feature_row` is 0 where no feature is meant."""
         ints = jnp.int32
+        media = {"rotary": ((3, tokens), ints), "feature_row": ((tokens,), ints)} if self.reads_media else {}
         return Layout(
             fields={
                 "row_slot": ((rows,), ints),
@@ -58,6 +62,7 @@ class StepShapes:
                 "update_index": ((rows,), ints),
                 "update_block": ((rows,), ints),
                 "tokens": ((tokens,), ints),
+                **media,
             }
         )
 
@@ -96,15 +101,16 @@ class StepShapes:
         return Layout(fields={"targets": ((tokens,), jnp.int32)})
 
 
-def body(weights: Weights, config: ModelConfig, shapes: StepShapes, decode: bool, layout: Layout):
-    """(leaves, pool, tables, last_token, packed) -> (pool, tables, hidden [shapes.rows, hidden], all hidden states
-    [tokens, hidden]).
+def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, layout: Layout):
+    """(leaves, pool, tables, last_token, packed, features) -> (pool, tables, hidden [shapes.rows, hidden], all hidden
+    states [tokens, hidden]).
 
     The pool and the tables are to be donated. A decode step has no use for all hidden states and returns none.
+    `features` [rows, hidden] is () for a model that reads text only.
     """
     block_size = shapes.block_size
 
-    def run(leaves, pool: Pool, tables, last_token, packed):
+    def run(leaves, pool: Pool, tables, last_token, packed, features):
         field = layout.unpack(packed)
         tables = tables.at[field["update_slot"], field["update_index"]].set(field["update_block"])
         given = field["tokens"]
@@ -133,7 +139,10 @@ def body(weights: Weights, config: ModelConfig, shapes: StepShapes, decode: bool
             scale = config.head_dim**-0.5
             return paged_attention(query, pages[2 * layer], pages[2 * layer + 1], batch, scale=scale)
 
-        hidden = weights.merge(leaves)(tokens, positions, attend)
+        if shapes.reads_media:
+            hidden = decoder.merge(leaves)(tokens, field["rotary"], attend, features, field["feature_row"])
+        else:
+            hidden = decoder.merge(leaves)(tokens, positions, attend)
         sampled = hidden[field["sample_at"]]
         return tuple(pages), tables, sampled, () if decode else hidden
 

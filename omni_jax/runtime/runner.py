@@ -14,6 +14,7 @@ from omni_jax.models import ModelConfig, Weights
 from omni_jax.requests import SamplingParams, Sequence
 from omni_jax.requests.sampling_params import MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import functions
+from omni_jax.runtime.encoder import Encoder, EncoderConfig
 from omni_jax.runtime.executables import Executable, Job, Key, compile_all
 from omni_jax.runtime.packing import Ring
 from omni_jax.runtime.state import NEUTRAL, abstract_pool, abstract_slots
@@ -34,6 +35,7 @@ class RunnerConfig:
         buckets: compiled sizes.
         dtype: of weights and cache.
         eos_token_ids: suppressed, with a sequence's own stop ids, until its min_tokens are reached.
+        encoder: sizes of the vision tower's executables, for a model that has one.
     """
 
     max_num_seqs: int
@@ -43,6 +45,7 @@ class RunnerConfig:
     buckets: Buckets
     dtype: np.dtype
     eos_token_ids: frozenset[int] = frozenset()
+    encoder: EncoderConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,11 @@ class StepResult:
 
 
 class Runner:
-    """Owns the executables and the device state."""
+    """Owns the executables and the device state.
+
+    Attributes:
+        encoder: runs the vision tower, for a model that has one.
+    """
 
     def __init__(self, model: ModelConfig, weights: Weights, config: RunnerConfig, device: Any):
         self.config = config
@@ -85,7 +92,13 @@ class Runner:
             pages_per_row=-(-config.max_model_len // config.block_size),
             block_size=config.block_size,
             vocab_size=model.vocab_size,
+            reads_media=model.vision is not None,
         )
+        self.encoder = None
+        if model.vision is not None:
+            assert weights.tower is not None
+            assert config.encoder is not None
+            self.encoder = Encoder(model.vision, weights.tower, config.encoder, config.dtype, device)
         self._model, self._weights, self._device = model, weights, device
         self._pad_slot = config.max_num_seqs
         self._executables: dict[Key, Executable] = {}
@@ -100,7 +113,8 @@ class Runner:
         pool, tables, slots, last_token, history = (
             abstract[k] for k in ("pool", "tables", "slots", "last_token", "history")
         )
-        leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._weights.leaves)
+        leaves = self._weights.decoder.abstract()
+        features = () if self.encoder is None else jax.ShapeDtypeStruct(self.encoder.features.shape, self.config.dtype)
         matrix = jax.ShapeDtypeStruct(self._weights.output_matrix.shape, self._weights.output_matrix.dtype)
 
         def hidden(rows):
@@ -114,8 +128,8 @@ class Runner:
                 jobs.append(
                     Job(
                         key=(kind, size),
-                        function=functions.body(self._weights, self._model, shapes, kind == "decode", layout),
-                        arguments=(leaves, pool, tables, last_token, layout.abstract()),
+                        function=functions.body(self._weights.decoder, self._model, shapes, kind == "decode", layout),
+                        arguments=(leaves, pool, tables, last_token, layout.abstract(), features),
                         donate=(1, 2),
                     )
                 )
@@ -143,11 +157,13 @@ class Runner:
         jobs.append(
             Job(key=("history",), function=functions.rebuild_history(shapes), arguments=(history, rebuild), donate=(0,))
         )
-        return jobs
+        return jobs if self.encoder is None else jobs + self.encoder.jobs()
 
     def start(self, progress: Callable[[Executable, int, int], None] | None = None) -> dict[Key, Executable]:
         """Compiles, allocates the state, and runs one padded step. Returns the executables."""
         self._executables = compile_all(self.jobs(), progress)
+        if self.encoder is not None:
+            self.encoder.use(self._executables)
         self.reset()
         smallest = self.config.buckets.decode[0]
         self.dispatch(StepPlan(rows=(), decode=True, size=smallest)).read()
@@ -156,6 +172,8 @@ class Runner:
     def reset(self) -> None:
         """Fresh device state: at the start, and after a step that raised took the donated arrays with it."""
         abstract = self._abstract_state()
+        if self.encoder is not None:
+            self.encoder.reset()
 
         def zeros(x):
             return jax.device_put(np.zeros(x.shape, x.dtype), self._device)
@@ -198,8 +216,9 @@ class Runner:
                 self._admit(row)
         key: Key = ("decode" if plan.decode else "mixed", plan.size)
         packed = self._pack_body(key, plan)
+        features = () if self.encoder is None else self.encoder.features
         self._pool, self._tables, hidden, all_hidden = self._executables[key](
-            self._weights.leaves, self._pool, self._tables, self._last_token, packed
+            self._weights.decoder.leaves, self._pool, self._tables, self._last_token, packed, features
         )
         sampling = [row for row in plan.rows if row.sample]
         sampled = self._sample(sampling, hidden) if sampling else None
@@ -278,6 +297,8 @@ class Runner:
         for name, column, pad in zip(("update_slot", "update_index", "update_block"), columns, padding, strict=True):
             field[name][: len(updates)] = column
             field[name][len(updates) :] = pad
+        if self.encoder is not None:
+            _pack_media(rows, start, field["rotary"], field["feature_row"])
         return buffer
 
     def _admit(self, row: Row) -> None:
@@ -308,6 +329,21 @@ class Runner:
         if key not in self._rings:
             self._rings[key] = Ring(layout())
         return self._rings[key].take()
+
+
+def _pack_media(rows: tuple[Row, ...], start: np.ndarray, rotary: np.ndarray, feature_row: np.ndarray) -> None:
+    """Rotary positions [3, tokens] and rows of the feature array [tokens] of a step."""
+    feature_row[:] = 0
+    rotary[:, int(start[len(rows)]) :] = 0
+    for row, at in zip(rows, start.tolist(), strict=False):
+        request, stop = row.sequence.request, row.start + row.count
+        known = 0  # tokens of the row that are of the prompt, and have positions in the request
+        if request.positions is not None and row.start < row.sequence.num_prompt:
+            known = min(stop, row.sequence.num_prompt) - row.start
+            rotary[:, at : at + known] = request.positions[:, row.start : row.start + known]
+        rotary[:, at + known : at + row.count] = np.arange(row.start + known, stop) + request.position_delta
+        for place, features in row.features:
+            feature_row[at + place : at + place + len(features)] = features
 
 
 def _numbers(params: SamplingParams) -> tuple[float, ...]:

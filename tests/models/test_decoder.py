@@ -32,10 +32,10 @@ def dense_logits(directory, prompts):
 
     @jax.jit
     def logits(leaves, tokens):
-        hidden = weights.merge(leaves)(tokens, jnp.arange(tokens.shape[0]), dense)
+        hidden = weights.decoder.merge(leaves)(tokens, jnp.arange(tokens.shape[0]), dense)
         return project(hidden, weights.output_matrix, out_in=True)
 
-    return [np.asarray(logits(weights.leaves, jnp.asarray(prompt, jnp.int32))) for prompt in prompts]
+    return [np.asarray(logits(weights.decoder.leaves, jnp.asarray(prompt, jnp.int32))) for prompt in prompts]
 
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)

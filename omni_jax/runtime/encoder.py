@@ -1,0 +1,255 @@
+"""Runs the vision tower beside the steps, a slice of layers at a time, into one array of features on the device.
+
+A call takes several pictures, packed one after another up to a compiled number of patches. Its slices are: patches to
+hidden states, a few layers (weights are arguments, so one executable serves all slices of a shape), and at last the
+merger, which scatters features into the array that steps read. Every slice takes that array and hands it on: so the
+device runs slices and steps in turn, never at the same time, on a CPU as on a GPU.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from omni_jax import compat
+from omni_jax.models import Tower, VisionConfig
+from omni_jax.models.vision import PatchBatch, attends_fully, rotary_2d
+from omni_jax.models.vision_layout import layout
+from omni_jax.requests import MediaSpan
+from omni_jax.runtime.executables import Executable, Job, Key
+from omni_jax.runtime.packing import Layout
+
+MOST_SECONDS = 1024  # latest slices whose time is kept
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Sizes of the feature array and of the encoder's executables.
+
+    Attributes:
+        feature_rows: rows of the array, those that hold nothing included (memory.EncoderCache.array_rows).
+        buckets: patches of a call, ascending.
+        layers_per_slice: layers that run between two steps, at most.
+        mean, std, rescale_factor: how pixels of 0 to 255 become the tower's input.
+    """
+
+    feature_rows: int
+    buckets: tuple[int, ...]
+    layers_per_slice: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale_factor: float
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Call:
+    """A call that has begun."""
+
+    batch: tuple[MediaSpan, ...]
+    size: int
+    target: np.ndarray  # row of the feature array, for each merged unit
+    next_layer: int
+    hidden: jax.Array
+    rotary: tuple[jax.Array, jax.Array]
+    place: PatchBatch
+    dispatched: float
+
+
+class Encoder:
+    """Owns the feature array and the executables of the tower. One call is under way at a time.
+
+    Attributes:
+        features: [feature_rows, hidden], what steps read.
+        calls, real_patches, padded_patches: counters.
+        slice_seconds: of the latest slices, from dispatch to when the next was dispatched or the wait ended.
+    """
+
+    features: jax.Array
+
+    def __init__(self, model: VisionConfig, tower: Tower, config: EncoderConfig, dtype: np.dtype, device: Any):
+        self.config = config
+        self._model, self._tower, self._dtype, self._device = model, tower, dtype, device
+        self._executables: dict[Key, Executable] = {}
+        self._call: _Call | None = None
+        # One call is under way at a time, and it has read this before the next begins.
+        self._pixels = np.zeros(self._pixel_shape(config.buckets[-1]), np.uint8)
+        self.calls = self.real_patches = self.padded_patches = 0
+        self.slice_seconds: collections.deque[float] = collections.deque(maxlen=MOST_SECONDS)
+        self.reset()
+
+    # -- start-up -----------------------------------------------------------------------------------------------------
+
+    def jobs(self) -> list[Job]:
+        """Everything to compile, the largest first."""
+        features = jax.ShapeDtypeStruct(self.features.shape, self.features.dtype)
+        jobs = []
+        for size in reversed(self.config.buckets):
+            pixels = jax.ShapeDtypeStruct(self._pixel_shape(size), jnp.uint8)
+            begin, end = self._begin(size), self._end()
+            arguments = (self._tower.patch.abstract(), pixels, self._place_layout(size).abstract(), features)
+            hidden, rotary, place, _ = jax.eval_shape(begin, *arguments)
+            jobs.append(Job(key=("encode", size), function=begin, arguments=arguments, donate=(3,)))
+            for kinds in dict.fromkeys(self._kinds(first) for first in self._first_layers()):
+                leaves = self._tower.blocks[0].abstract() * len(kinds)
+                jobs.append(
+                    Job(
+                        key=("encode", size, kinds),
+                        function=self._slice(kinds),
+                        arguments=(leaves, hidden, rotary, place, features),
+                        donate=(1, 4),
+                    )
+                )
+            target = jax.ShapeDtypeStruct((size // self._unit,), jnp.int32)
+            arguments = (self._tower.merger.abstract(), hidden, features, target)
+            jobs.append(Job(key=("encode", size, "merge"), function=end, arguments=arguments, donate=(2,)))
+        return jobs
+
+    def use(self, executables: dict[Key, Executable]) -> None:
+        """Takes what was compiled of `jobs`."""
+        self._executables = executables
+
+    def reset(self) -> None:
+        """A fresh feature array, and no call under way: at the start, and after a call or a step that raised."""
+        shape = (self.config.feature_rows, self._model.out_hidden_size)
+        self.features = jax.device_put(np.zeros(shape, self._dtype), self._device)
+        self._call = None
+
+    # -- what is compiled ---------------------------------------------------------------------------------------------
+
+    def _begin(self, size: int):
+        """(leaves, pixels, packed, features) -> (hidden [size, width], rotary, place, features)."""
+        packed_as, config = self._place_layout(size), self.config
+
+        def run(leaves, pixels, packed, features):
+            place = PatchBatch(**packed_as.unpack(packed))
+            embed = self._tower.patch.merge(leaves)
+            hidden = embed(pixels, config.mean, config.std, config.rescale_factor)
+            return hidden, rotary_2d(self._model, place.positions), place, features
+
+        return run
+
+    def _slice(self, kinds: str):
+        """(leaves of len(kinds) layers, hidden, rotary, place, features) -> (hidden, features). The first is to be
+        donated, and the last, which is handed on as it is."""
+        first = self._tower.blocks[0]
+
+        def run(leaves, hidden, rotary, place, features):
+            each = len(leaves) // len(kinds)
+            for i, kind in enumerate(kinds):
+                block = first.merge(leaves[i * each : (i + 1) * each])
+                hidden = block(hidden, *rotary, place, full=kind == "f")
+            return hidden, features
+
+        return run
+
+    def _end(self):
+        """(leaves, hidden, features, target) -> features; units of padding go to row 0, which nobody reads."""
+
+        def run(leaves, hidden, features, target):
+            return features.at[target].set(self._tower.merger.merge(leaves)(hidden).astype(features.dtype))
+
+        return run
+
+    def _place_layout(self, size: int) -> Layout:
+        names = ["first", "last", *(["window_first", "window_last"] if self._model.window_size is not None else [])]
+        return Layout(
+            fields={"positions": ((size, 2), jnp.int32)} | dict.fromkeys(names, ((size,), jnp.int32)),
+        )
+
+    def _pixel_shape(self, size: int) -> tuple[int, ...]:
+        side = self._model.patch_size
+        return (size, self._model.in_channels, self._model.temporal_patch_size, side, side)
+
+    @property
+    def _unit(self) -> int:
+        """Patches that are merged into a feature."""
+        return self._model.spatial_merge_size**2
+
+    def _first_layers(self) -> range:
+        return range(0, self._model.depth, self.config.layers_per_slice)
+
+    def _kinds(self, first: int) -> str:
+        """For each layer of the slice that begins with layer `first`: f for attention over the whole, w in windows."""
+        full = attends_fully(self._model)[first : first + self.config.layers_per_slice]
+        return "".join("f" if each else "w" for each in full)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return self._call is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the slice dispatched last has ended."""
+        return self._call is None or compat.is_ready(self._call.hidden)
+
+    def begin(self, batch: tuple[MediaSpan, ...], rows: Sequence[np.ndarray]) -> None:
+        """Starts a call for `batch`, whose features are to lie at `rows` (one array a span). Returns at once."""
+        assert self._call is None
+        real = sum(span.num_patches for span in batch)
+        size = next(size for size in self.config.buckets if size >= real)
+        placed = layout([span.grid for span in batch], self._model)
+        pixels = self._pixels[:size]
+        at = 0
+        for span in batch:
+            # A still image has one frame, which stands for all.
+            pixels[at : at + span.num_patches] = span.patches
+            at += span.num_patches
+        if self._model.window_size is not None:
+            pixels[:real] = pixels[placed.order]
+        packed, field = self._place_layout(size).fresh()
+        field["positions"][:real] = placed.positions
+        field["first"][:real], field["last"][:real] = placed.first, placed.last
+        if self._model.window_size is not None:
+            field["window_first"][:real], field["window_last"][:real] = placed.window_first, placed.window_last
+        for name in field.keys() - {"positions"}:  # patches of padding see nothing; the ranges stay in ascending order
+            field[name][real:] = real
+        target = np.zeros(size // self._unit, np.int32)
+        target[: real // self._unit] = np.concatenate(rows)[placed.feature_of]
+
+        hidden, rotary, place, self.features = self._executables["encode", size](
+            self._tower.patch.leaves, pixels, packed, self.features
+        )
+        self._call = _Call(
+            batch=batch,
+            size=size,
+            target=target,
+            next_layer=0,
+            hidden=hidden,
+            rotary=rotary,
+            place=place,
+            dispatched=time.monotonic(),
+        )
+        self.calls += 1
+        self.real_patches += real
+        self.padded_patches += size - real
+
+    def advance(self) -> tuple[MediaSpan, ...]:
+        """Dispatches the next slice, once the one before has ended. After the last, what the call was for: steps
+        dispatched from now on find its features."""
+        call = self._call
+        assert call is not None
+        jax.block_until_ready(call.hidden)
+        now = time.monotonic()
+        self.slice_seconds.append(now - call.dispatched)
+        call.dispatched = now
+        if call.next_layer == self._model.depth:
+            self.features = self._executables["encode", call.size, "merge"](
+                self._tower.merger.leaves, call.hidden, self.features, call.target
+            )
+            self._call = None
+            return call.batch
+        kinds = self._kinds(call.next_layer)
+        blocks = self._tower.blocks[call.next_layer : call.next_layer + len(kinds)]
+        leaves = tuple(leaf for block in blocks for leaf in block.leaves)
+        call.hidden, self.features = self._executables["encode", call.size, kinds](
+            leaves, call.hidden, call.rotary, call.place, self.features
+        )
+        call.next_layer += len(kinds)
+        return ()

@@ -1,0 +1,306 @@
+"""Pictures and film through the whole engine, against transformers: the same tokens, however the work is cut up."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omni_jax import LLM
+from omni_jax.inputs.image import pack_image
+from omni_jax.inputs.prompt import chat_prompt
+from omni_jax.inputs.video import Frames, pack_video
+from omni_jax.models import model_config
+from omni_jax.requests import InvalidRequest, Request
+from tests import tiny_vl
+from tests.engines import SETUPS, alone, compile_tiny, greedy, load_tiny, make_engine, request, run, sharing
+from tests.goldens import make_vl
+
+TOLERANCE = 1e-4
+CASES = list(tiny_vl.CASES)
+
+
+@functools.cache
+def golden(family):
+    return make_vl.load_vl(family)
+
+
+def packed(item, settings):
+    if isinstance(item, tiny_vl.Picture):
+        return pack_image(Image.fromarray(item.array()), settings)
+    images = [Image.fromarray(frame) for frame in item.arrays()]
+    return pack_video(Frames(images=images, seconds_per_frame=1 / item.fps), settings)
+
+
+def seen(item):
+    """The content part of a picture or film."""
+    if isinstance(item, tiny_vl.Picture):
+        return {"type": "image", "image": item.array()}
+    return {"type": "video", "video": item.arrays()}
+
+
+def asked(loaded, case, *, name=None, params=None) -> Request:
+    """The request of one of tiny_vl.CASES, or of a Case."""
+    case = tiny_vl.CASES[case] if isinstance(case, str) else case
+    vision = loaded.vision
+    items = [packed(item, vision.settings) for item in case.items]
+    prompt = chat_prompt(loaded.tokenizer, vision.config, case.messages(seen), items)
+    params = params or greedy(max_tokens=32)
+    return Request(id=name or "a", prompt_ids=prompt.ids, media=prompt.media, positions=prompt.positions, params=params)
+
+
+def picture_case(*pictures, text="What is this?"):
+    return tiny_vl.Case(turns=(("user", (*pictures, text)),))
+
+
+@pytest.mark.parametrize("family", tiny_vl.FAMILIES)
+class TestEqualsTransformers:
+    def test_prompts_and_positions(self, family):
+        for name, expected in golden(family).items():
+            found = asked(load_tiny(family), name)
+            assert found.prompt_ids == tuple(expected["ids"].tolist()), name
+            if found.positions is None:
+                assert not found.media
+                np.testing.assert_array_equal(
+                    expected["positions"], np.arange(len(found.prompt_ids))[None].repeat(3, 0)
+                )
+            else:
+                np.testing.assert_array_equal(found.positions, expected["positions"], err_msg=name)
+            assert found.position_delta == expected["delta"], name
+
+    def test_tower(self, family):
+        """All pictures of a case at once, packed one after another."""
+        loaded = load_tiny(family)
+        for name, expected in golden(family).items():
+            engine = make_engine(loaded)
+            item = asked(loaded, name)
+            engine.add(item)
+            while engine.has_work and engine.stats().encoder_cache_usage == 0 and item.media:
+                engine.step()
+            cache, encoder = engine._features.cache, loaded.runner.encoder
+            rows = {span.key: cache.rows(span.key) for span in item.media}
+            while engine.has_work:
+                engine.step()
+            features = np.asarray(encoder.features)
+            found = [features[rows[span.key]] for span in item.media]
+            if found:
+                np.testing.assert_allclose(np.concatenate(found), expected["features"], atol=TOLERANCE, rtol=TOLERANCE)
+
+    def test_batched_tokens(self, family):
+        loaded = load_tiny(family)
+        answers = run(make_engine(loaded), *(asked(loaded, name, name=name) for name in CASES))
+        for name in CASES:
+            assert answers[name, 0].tokens == golden(family)[name]["tokens"].tolist(), name
+
+    def test_logprobs_after_the_prompt(self, family):
+        loaded = load_tiny(family)
+        params = greedy(max_tokens=1, logprobs=20)
+        answers = run(make_engine(loaded), *(asked(loaded, name, name=name, params=params) for name in CASES))
+        for name in CASES:
+            logits = golden(family)[name]["logits"].astype(np.float64)
+            expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            [entry] = answers[name, 0].logprobs
+            order = np.argsort(-expected)[:20]
+            assert [token for token, _ in entry.top] == order.tolist(), name
+            np.testing.assert_allclose([value for _, value in entry.top], expected[order], atol=TOLERANCE, rtol=0)
+
+    def test_the_layout_of_transformers_5(self, family, tmp_path):
+        """The same tensors under other names, and a nested config.json."""
+        from checkpoints.reader import Checkpoint
+        from omni_jax.models import load_weights
+
+        configs, leaves = [], []
+        for layout in tiny_vl.LAYOUTS:
+            checkpoint = Checkpoint(tiny_vl.write_tiny_vl(tmp_path / layout, family, layout=layout))
+            config, weights = load_weights(checkpoint, model_config(checkpoint.config), np.dtype(np.float32))
+            configs.append(config)
+            tower = weights.tower
+            leaves.append([*weights.decoder.leaves, *tower.patch.leaves, *tower.blocks[1].leaves, *tower.merger.leaves])
+        assert configs[0] == configs[1]
+        for one, other in zip(*leaves, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+class TestHoweverTheWorkIsCutUp:
+    """float32: the greedy tokens are those of the goldens in each of these."""
+
+    family = "qwen2_vl"
+
+    def check(self, answers, names):
+        for name in names:
+            assert answers[name, 0].tokens == golden(self.family)[name]["tokens"].tolist(), name
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_alone(self, name):
+        loaded = load_tiny(self.family)
+        self.check(run(make_engine(loaded), asked(loaded, name, name=name)), [name])
+
+    def test_among_requests_of_text_only(self):
+        loaded = load_tiny(self.family)
+        texts = [request(f"text{n}", n) for n in (1, 17, 150)]
+        expected = {item.id: alone(loaded, item).tokens for item in texts}
+        pictures = [asked(loaded, name, name=name) for name in CASES]
+        answers = run(make_engine(loaded), texts[0], *pictures[:3], texts[1], *pictures[3:], texts[2])
+        self.check(answers, CASES)
+        for name, tokens in expected.items():
+            assert answers[name, 0].tokens == tokens
+
+    def test_mr_01_sch_02_chunks_of_16_across_the_edges_of_pictures(self):
+        loaded = load_tiny(self.family)
+        engine = make_engine(loaded, max_num_batched_tokens=16)
+        self.check(run(engine, *(asked(loaded, name, name=name) for name in CASES)), CASES)
+        assert engine.stats().encoder_cache_hits == 0
+
+    def test_pre_03_preempted_and_resumed(self):
+        """The features, the positions and what is added to them are there again after a preemption."""
+        loaded = load_tiny(self.family)
+        engine = make_engine(loaded, num_blocks=17, max_model_len=256)
+        names = [name for name in CASES if name != "four_images"]
+        answers = run(engine, *(asked(loaded, name, name=name) for name in names))
+        assert engine.stats().num_preemptions > 0
+        self.check(answers, names)
+
+    def test_with_room_for_one_picture_at_a_time(self):
+        loaded = load_tiny(self.family)
+        engine = make_engine(loaded, encoder_cache_tokens=48)
+        self.check(run(engine, *(asked(loaded, name, name=name) for name in CASES)), CASES)
+
+    def test_a_failed_step_while_pictures_are_encoded(self, monkeypatch):
+        loaded = load_tiny(self.family)
+        engine = make_engine(loaded)
+        real, calls = loaded.runner.encoder.advance, []
+
+        def failing():
+            calls.append(1)
+            if len(calls) == 3:
+                raise RuntimeError("out of luck")
+            return real()
+
+        monkeypatch.setattr(loaded.runner.encoder, "advance", failing)
+        self.check(run(engine, *(asked(loaded, name, name=name) for name in CASES)), CASES)
+        assert len(calls) > 3
+
+
+@pytest.mark.parametrize("layers", [3, 9])
+def test_more_layers_in_a_slice(layers):
+    """Of both kinds of attention, in a last slice that is shorter, and all at once."""
+    loaded = compile_tiny(SETUPS["qwen2_5_vl"], encoder_layers_per_slice=layers)
+    answers = run(make_engine(loaded), *(asked(loaded, name, name=name) for name in CASES))
+    for name in CASES:
+        assert answers[name, 0].tokens == golden("qwen2_5_vl")[name]["tokens"].tolist(), name
+
+
+def test_a_hundred_sizes_compile_nothing():
+    """No picture is resized to fit a compiled size, and none makes a new one necessary."""
+    loaded = load_tiny("qwen2_vl")
+    engine = make_engine(loaded)
+    sizes = [(rows, cols) for rows in range(16, 136, 8) for cols in range(16, 80, 8) if rows * cols <= 8192][:100]
+    assert len(sizes) == 100
+    before = engine.stats()
+    cases = [picture_case(tiny_vl.Picture(rows=rows, cols=cols, seed=rows)) for rows, cols in sizes]
+    params = greedy(max_tokens=2)
+    run(engine, *(asked(loaded, case, name=str(i), params=params) for i, case in enumerate(cases)))
+    after = engine.stats()
+    assert after.compiles_after_warmup == before.compiles_after_warmup
+    assert after.encoder_patches - before.encoder_patches == sum(rows * cols // 16 for rows, cols in sizes)
+    assert after.encoder_padded_patches > before.encoder_padded_patches
+    assert after.mm_items == {"image": 100, "video": 0}
+
+
+def test_the_same_picture_is_encoded_once_for_all():
+    loaded = load_tiny("qwen2_vl")
+    engine = make_engine(loaded)
+    before = engine.stats().encoder_patches
+    answers = run(engine, *(asked(loaded, "one_image", name=str(i)) for i in range(5)))
+    assert len({tuple(answer.tokens) for answer in answers.values()}) == 1
+    assert engine.stats().encoder_patches - before == 10 * 14
+    assert engine.stats().encoder_cache_hits == 4
+
+
+def test_mm_10_swapping_pictures_swaps_what_is_seen_and_nothing_else():
+    loaded = load_tiny("qwen2_vl")
+    one, other = tiny_vl.Picture(rows=24, cols=24, seed=1), tiny_vl.Picture(rows=24, cols=24, seed=2)
+    there, back = (asked(loaded, picture_case(*pair)) for pair in ((one, other), (other, one)))
+    assert there.prompt_ids == back.prompt_ids
+    assert [span.key for span in there.media] == [span.key for span in back.media][::-1]
+    assert alone(loaded, there).tokens != alone(loaded, back).tokens
+
+
+class TestRefused:
+    @pytest.fixture
+    def loaded(self):
+        return load_tiny("qwen2_vl")
+
+    def refused(self, engine, item, match):
+        with pytest.raises(InvalidRequest, match=match):
+            engine.add(item)
+        assert not engine.has_work
+
+    def test_mm_07_a_picture_larger_than_the_encoder_cache(self, loaded):
+        large = picture_case(tiny_vl.Picture(rows=80, cols=96, seed=1))
+        engine = make_engine(loaded, encoder_cache_tokens=64)
+        self.refused(engine, asked(loaded, large), "120 tokens is larger than the encoder cache, which holds 64")
+        assert (
+            run(engine, asked(loaded, "one_image"))["a", 0].tokens == golden("qwen2_vl")["one_image"]["tokens"].tolist()
+        )
+
+    def test_more_patches_than_are_compiled(self, loaded):
+        item = asked(loaded, "one_image")
+        span = dataclasses.replace(item.media[0], grid=(10, 104))
+        self.refused(make_engine(loaded), dataclasses.replace(item, media=(span,)), "1040 patches .* is 512")
+
+    @pytest.mark.parametrize(
+        "token", [tiny_vl.tokenizer().token_to_id(f"<|{kind}_pad|>") for kind in ("image", "video")]
+    )
+    def test_tok_04_a_placeholder_without_a_picture(self, loaded, token):
+        engine = make_engine(loaded)
+        self.refused(engine, request("a", [5, token, 6]), "placeholder")
+        item = asked(loaded, "one_image")
+        self.refused(
+            engine, dataclasses.replace(item, prompt_ids=(*item.prompt_ids, token), positions=None), "placeholder"
+        )
+        self.refused(engine, dataclasses.replace(item, media=()), "placeholder")
+
+    def test_a_picture_that_stands_elsewhere(self, loaded):
+        item = asked(loaded, "one_image")
+        moved = dataclasses.replace(item.media[0], start=item.media[0].start + 1)
+        self.refused(make_engine(loaded), dataclasses.replace(item, media=(moved,)), "in place of 35 placeholders")
+
+    def test_pictures_for_a_model_of_text(self, loaded):
+        text = load_tiny("main")
+        item = asked(loaded, "one_image")
+        self.refused(make_engine(text), dataclasses.replace(item, prompt_ids=(3,) * len(item.prompt_ids)), "text only")
+
+
+def test_an_abort_frees_what_was_being_encoded():
+    loaded = load_tiny("qwen2_vl")
+    engine = make_engine(loaded)
+    engine.add(asked(loaded, "four_images", name="gone"))
+    for _ in range(3):
+        engine.step()
+    engine.abort("gone")
+    answers = run(engine, asked(loaded, "one_image"))
+    assert answers["a", 0].tokens == golden("qwen2_vl")["one_image"]["tokens"].tolist()
+
+
+def test_llm_takes_pillow_images_arrays_files_and_frames(tmp_path):
+    loaded = load_tiny("qwen2_vl")
+    picture = tiny_vl.CASES["one_image"].items[0]
+    path = tmp_path / "picture.png"
+    Image.fromarray(picture.array()).save(path)
+    sources = [Image.fromarray(picture.array()), picture.array(), path, str(path), path.read_bytes()]
+    with sharing(loaded) as model_dir:
+        llm = LLM(model_dir)
+    params = greedy(max_tokens=32)
+    for source in sources:
+        messages = tiny_vl.CASES["one_image"].messages(lambda item, source=source: {"type": "image", "image": source})
+        [output] = llm.chat(messages, params)
+        assert list(output.outputs[0].token_ids) == golden("qwen2_vl")["one_image"]["tokens"].tolist()
+    film = tiny_vl.CASES["video"].items[0]
+    frames = [Image.fromarray(frame) for frame in film.arrays()]
+    messages = tiny_vl.CASES["video"].messages(lambda item: {"type": "video", "video": frames})
+    [output] = llm.chat(messages, params)
+    assert list(output.outputs[0].token_ids) == golden("qwen2_vl")["video"]["tokens"].tolist()
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].*nothing is fetched"):
+        llm.chat([{"role": "user", "content": [{"type": "image", "image": "https://example.com/a.png"}]}], params)
