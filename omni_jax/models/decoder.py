@@ -119,16 +119,24 @@ class Decoder(nnx.Module):
         features: Float[Array, "rows hidden"] | None = None,
         feature_row: Int[Array, "tokens"] | None = None,
     ) -> Float[Array, "tokens hidden"]:
-        """Hidden states of `tokens`; where feature_row is above 0, that row of `features` stands in for the embedding.
-        `positions` has three rows for a model with M-RoPE."""
+        """Hidden states of `tokens`. `positions` has three rows for a model with M-RoPE; see `embedded` for features."""
         cos, sin = rotary(self.config.rope, positions)
-        x = self.embed[...].at[tokens].get(mode="clip")
-        if features is not None and feature_row is not None:
-            seen = features.at[feature_row].get(mode="clip")
-            x = jnp.where((feature_row > 0)[:, None], seen, x)
+        x = self.embedded(tokens, features, feature_row)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, lambda *qkv, i=i: attend(i, *qkv))
         return self.norm(x)
+
+    def embedded(
+        self,
+        tokens: Int[Array, "tokens"],
+        features: Float[Array, "rows hidden"] | None = None,
+        feature_row: Int[Array, "tokens"] | None = None,
+    ) -> Float[Array, "tokens hidden"]:
+        """What the layers begin with: embeddings, and where feature_row is above 0, that row of `features` instead."""
+        x = self.embed[...].at[tokens].get(mode="clip")
+        if features is None or feature_row is None:
+            return x
+        return jnp.where((feature_row > 0)[:, None], features.at[feature_row].get(mode="clip"), x)
 
 
 def weight_sources(config: ModelConfig) -> dict[str, tuple[tuple[str, ...], bool]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -50,6 +51,11 @@ def asked(loaded, case, *, name=None, params=None) -> Request:
     return Request(id=name or "a", prompt_ids=prompt.ids, media=prompt.media, positions=prompt.positions, params=params)
 
 
+def nnx_decoder(loaded):
+    decoder = loaded.runner._weights.decoder
+    return decoder.merge(decoder.leaves)
+
+
 def picture_case(*pictures, text="What is this?"):
     return tiny_vl.Case(turns=(("user", (*pictures, text)),))
 
@@ -86,6 +92,18 @@ class TestEqualsTransformers:
             found = [features[rows[span.key]] for span in item.media]
             if found:
                 np.testing.assert_allclose(np.concatenate(found), expected["features"], atol=TOLERANCE, rtol=TOLERANCE)
+
+    def test_merged_embeddings(self, family):
+        """What the layers begin with, at both ends of each run of placeholders and beside them."""
+        loaded = load_tiny(family)
+        decoder = nnx_decoder(loaded)
+        for name, expected in golden(family).items():
+            ids, at = expected["ids"].astype(np.int32), expected["embed_rows"]
+            features = np.concatenate([np.zeros((1, 64), np.float32), expected["features"].reshape(-1, 64)])
+            seen_there = np.isin(ids, (loaded.vision.config.image_token_id, loaded.vision.config.video_token_id))
+            rows = np.where(seen_there, np.cumsum(seen_there), 0).astype(np.int32)
+            found = decoder.embedded(jnp.asarray(ids), jnp.asarray(features), jnp.asarray(rows))
+            np.testing.assert_allclose(np.asarray(found)[at], expected["embeds"], atol=TOLERANCE, rtol=0, err_msg=name)
 
     def test_batched_tokens(self, family):
         loaded = load_tiny(family)
