@@ -7,11 +7,13 @@ from typing import Any
 
 from aiohttp import web
 
+from omni_jax.inputs import Prompt
 from omni_jax.requests import Request, SamplingParams, TokenLogprob
 from serving.errors import REQUEST_ID
 from serving.generation import Batch, generation, merged
 from serving.logprobs import chat_logprobs, prompt_logprobs
-from serving.protocol import ChatRequest, Conversation, read_object, sampling_params, validate
+from serving.prompts import render
+from serving.protocol import ChatRequest, read_object, sampling_params, validate
 from serving.responses import (
     ChatChoice,
     ChatChunk,
@@ -35,16 +37,23 @@ class _Call:
     created: int
     model: str
     request: ChatRequest
-    prompt_ids: tuple[int, ...]
+    prompt: Prompt
     params: SamplingParams
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
-    call = await server.in_thread(_prepare, server, await read_body(request))
+    call = await _prepare(server, await read_body(request))
     if header_safe(call.request.request_id):
         request[REQUEST_ID] = call.request.request_id
-    submitted = Request(id=call.id, prompt_ids=call.prompt_ids, params=call.params, arrival=time.monotonic())
+    submitted = Request(
+        id=call.id,
+        prompt_ids=call.prompt.ids,
+        params=call.params,
+        arrival=time.monotonic(),
+        media=call.prompt.media,
+        positions=call.prompt.positions,
+    )
     async with generation(server, [submitted]) as batches:
         if call.request.stream:
             return await serve_events(request, _chunks(server, call, batches))
@@ -52,31 +61,30 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return await server.in_thread(_whole, server, call, deltas)
 
 
-def render(server: Server, conversation: Conversation, body: dict[str, Any]) -> tuple[int, ...]:
-    """The token ids that the chat template makes of a conversation; InvalidRequest when it cannot."""
-    return tuple(server.engine.tokenizer.render_chat(conversation.messages, **conversation.template_arguments(body)))
-
-
-def _prepare(server: Server, raw: bytes) -> _Call:
-    body = read_object(raw)
-    request = validate(ChatRequest, body)
-    model = server.model_name(request.model)
-    prompt_ids = render(server, request, body)
+async def _prepare(server: Server, raw: bytes) -> _Call:
+    body, request, model = await server.in_thread(_understand, server, raw)
+    prompt = await render(server, request, body)
     params = sampling_params(
         request,
         defaults=server.engine.info.default_sampling,
         max_model_len=server.engine.info.max_model_len,
         vocab_size=server.engine.info.vocab_size,
-        prompt_tokens=len(prompt_ids),
+        prompt_tokens=len(prompt.ids),
     )
     return _Call(
         id=new_id("chatcmpl"),
         created=int(time.time()),
         model=model,
-        request=request,
-        prompt_ids=prompt_ids,
+        request=request.model_copy(update={"messages": []}),  # or their pictures stay in memory to the end
+        prompt=prompt,
         params=params,
     )
+
+
+def _understand(server: Server, raw: bytes) -> tuple[dict[str, Any], ChatRequest, str]:
+    body = read_object(raw)
+    request = validate(ChatRequest, body)
+    return body, request, server.model_name(request.model)
 
 
 def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:
@@ -96,7 +104,7 @@ def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:
             )
             for delta in whole
         ],
-        usage=usage(len(call.prompt_ids), sum(len(delta.token_ids) for delta in whole)),
+        usage=usage(len(call.prompt.ids), sum(len(delta.token_ids) for delta in whole)),
     )
     if call.params.prompt_logprobs is not None:
         completion.prompt_logprobs = prompt_logprobs(
@@ -127,7 +135,7 @@ async def _chunks(server: Server, call: _Call, batches: AsyncIterator[Batch]) ->
         return made
 
     def so_far() -> Usage | None:
-        return usage(len(call.prompt_ids), generated) if call.request.usage_in_every_chunk else None
+        return usage(len(call.prompt.ids), generated) if call.request.usage_in_every_chunk else None
 
     async for batch in batches:
         for _, delta in batch:
@@ -147,4 +155,4 @@ async def _chunks(server: Server, call: _Call, batches: AsyncIterator[Batch]) ->
                     choice.stop_reason = delta.stop_reason
                 yield chunk(choice, so_far())
     if call.request.include_usage:
-        yield chunk(None, usage(len(call.prompt_ids), generated))
+        yield chunk(None, usage(len(call.prompt.ids), generated))

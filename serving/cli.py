@@ -38,6 +38,9 @@ GpuMemoryUtilization = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Of requests without a seed of their own.")]
 CompilationCacheDir = Annotated[Path | None, typer.Option(help="Where compiled steps are kept between starts.")]
 ChatTemplate = Annotated[str | None, typer.Option(help="Replaces the model's own: a file, or Jinja text.")]
+MaxPixels = Annotated[
+    int | None, typer.Option(min=1, help="Pixels of a picture or a frame once it is resized, at most: 1003520.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -70,7 +73,34 @@ def serve(
     ] = GenerationConfig.auto,
     chat_template: ChatTemplate = None,
     compilation_cache_dir: CompilationCacheDir = None,
-    max_body_size: Annotated[int, typer.Option(min=1, help="Bytes of a request, at most.")] = 8 * 2**20,
+    limit_mm_per_prompt: Annotated[
+        str,
+        typer.Option(metavar="LIMITS", help='Pictures and films in a request, at most; or {"image": 16, "video": 1}.'),
+    ] = "image=16,video=1",
+    allowed_media_domains: Annotated[
+        list[str] | None, typer.Option(help="Fetch media from this host only; repeat it for more. Default: any.")
+    ] = None,
+    allowed_local_media_path: Annotated[
+        Path | None, typer.Option(help="Let requests name files in this directory. Default: none.")
+    ] = None,
+    allow_private_media_addresses: Annotated[
+        bool, typer.Option("--allow-private-media-addresses", help="Fetch media also from this machine and network.")
+    ] = False,
+    media_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to fetch a picture or a film.")] = 5.0,
+    max_pixels: MaxPixels = None,
+    allow_mm_processor_kwargs: Annotated[
+        bool, typer.Option("--allow-mm-processor-kwargs", help="Let requests set max_pixels, fps and the like.")
+    ] = False,
+    encoder_cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of pictures whose features are kept on the device.")
+    ] = None,
+    encoder_layers_per_slice: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the vision tower that run between two steps.")
+    ] = None,
+    max_body_size: Annotated[
+        int,
+        typer.Option(min=1, help="Bytes of a request, at most; a picture in it takes a third more than its file."),
+    ] = 64 * 2**20,
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM or SIGINT.")
     ] = 30.0,
@@ -83,8 +113,22 @@ def serve(
     _log_to_stderr(log_level)
     if not all(api_key or ()):  # an unset shell variable must not open the server
         raise typer.BadParameter("must not be empty", param_hint="--api-key")
+    from serving.media import MediaOptions, MediaPolicy, parse_limits
     from serving.run import CannotListen, bind, run_server
 
+    try:
+        media = MediaOptions(
+            policy=MediaPolicy(
+                allowed_domains=tuple(allowed_media_domains or ()),
+                allowed_local_path=allowed_local_media_path,
+                allow_private_addresses=allow_private_media_addresses,
+                timeout=media_timeout,
+            ),
+            limits=parse_limits(limit_mm_per_prompt),
+            allow_mm_processor_kwargs=allow_mm_processor_kwargs,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     try:
         sock = bind(host, port)  # before the model is loaded: a port in use is known at once
     except CannotListen as error:
@@ -104,6 +148,9 @@ def serve(
             generation_config=generation_config.value,
             chat_template=chat_template,
             compilation_cache_dir=compilation_cache_dir,
+            max_pixels=max_pixels,
+            encoder_cache_tokens=encoder_cache_tokens,
+            encoder_layers_per_slice=encoder_layers_per_slice,
         )
         from omni_jax.engine.async_engine import AsyncEngine
         from serving.progress import stage_bars
@@ -117,6 +164,7 @@ def serve(
                     served_model_names=served_model_name or [model_dir.resolve().name],
                     api_keys=api_key or (),
                     max_body_size=max_body_size,
+                    media=media,
                 ),
                 sock,
                 shutdown_timeout=shutdown_timeout,
@@ -139,6 +187,14 @@ def generate(
         typer.Option("--chat/--raw", help="Through the chat template, or as it is. Default: chat, where there is one."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt; implies --chat.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="A picture to ask about; repeat it for more. Implies --chat."),
+    ] = None,
+    video: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="A film to ask about; repeat it for more. Implies --chat."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
@@ -156,13 +212,17 @@ def generate(
     gpu_memory_utilization: GpuMemoryUtilization = None,
     chat_template: ChatTemplate = None,
     compilation_cache_dir: CompilationCacheDir = None,
+    max_pixels: MaxPixels = None,
     as_json: AsJson = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Answer one prompt, streaming to the terminal."""
     _log_to_stderr(log_level)
-    if system is not None and chat is False:
-        raise typer.BadParameter("a system prompt needs the chat template", param_hint="--system")
+    media = [{"type": "image", "image": str(path)} for path in image or ()]
+    media += [{"type": "video", "video": str(path)} for path in video or ()]
+    if chat is False and (system is not None or media):
+        hint = "--system" if system is not None else "--image / --video"
+        raise typer.BadParameter("needs the chat template, which --raw leaves out", param_hint=hint)
     if prompt == "-":
         prompt = sys.stdin.read()
     given = {
@@ -185,6 +245,7 @@ def generate(
             "gpu_memory_utilization": gpu_memory_utilization,
             "chat_template": chat_template,
             "compilation_cache_dir": compilation_cache_dir,
+            "max_pixels": max_pixels,
         }
         options = {name: value for name, value in options.items() if value is not None}
         options["max_num_seqs"] = 1  # one prompt: a fraction of the executables to compile
@@ -199,9 +260,9 @@ def generate(
         of_model = {name: value for name, value in llm.info.default_sampling.items() if name in MODEL_DEFAULTS}
         params = SamplingParams(**(of_model | given), max_tokens=max_tokens, ignore_eos=ignore_eos)
         if chat is None:
-            chat = system is not None or llm.tokenizer.has_chat_template
+            chat = system is not None or bool(media) or llm.tokenizer.has_chat_template
         messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": prompt})
+        messages.append({"role": "user", "content": [*media, {"type": "text", "text": prompt}] if media else prompt})
         pieces = []
         for text in llm.stream(messages if chat else prompt, params):
             pieces.append(text)

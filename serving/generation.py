@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
@@ -9,6 +10,8 @@ from omni_jax.requests import Delta, Request, Unavailable
 from serving.errors import ApiError
 from serving.metrics import Metrics
 from serving.state import Server
+
+logger = logging.getLogger(__name__)
 
 Batch = list[tuple[int, Delta]]  # (position of the request, what was added to one of its choices)
 
@@ -96,26 +99,53 @@ def _joined(deltas: list[Delta]) -> Delta:
 
 
 async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Metrics) -> AsyncIterator[Delta]:
-    """The stream itself; its times and sizes go to the metrics on the way."""
+    """The stream itself; its times and sizes go to the metrics and the log on the way."""
     start = time.monotonic()
+    first: float | None = None
     latest: dict[int, float] = {}
     generated = 0
-    failed = False
-    async for delta in stream:
-        if delta.token_ids:
-            now = time.monotonic()
-            generated += len(delta.token_ids)
-            if delta.index in latest:
-                metrics.next_tokens(now - latest[delta.index], len(delta.token_ids))
-            else:
-                metrics.first_token(now - start)
-            latest[delta.index] = now
-        failed = failed or delta.finish_reason in ("error", "abort")
-        yield delta
-    if not failed:
+    ends: dict[int, str] = {}
+    try:
+        async for delta in stream:
+            if delta.token_ids:
+                now = time.monotonic()
+                generated += len(delta.token_ids)
+                if delta.index in latest:
+                    metrics.next_tokens(now - latest[delta.index], len(delta.token_ids))
+                else:
+                    metrics.first_token(now - start)
+                    first = now - start if first is None else first
+                latest[delta.index] = now
+            if delta.finish_reason:
+                ends[delta.index] = delta.finish_reason
+            yield delta
+    finally:
+        seconds = time.monotonic() - start
+        reasons = sorted({ends.get(index, "abort") for index in range(request.params.n)})
+        _log_end(request, generated, first, seconds, reasons)
+    if not {"error", "abort"} & set(reasons):
         metrics.request_finished(
-            seconds=time.monotonic() - start,
+            seconds=seconds,
             prompt_tokens=len(request.prompt_ids),
             generated_tokens=generated,
             params=request.params,
         )
+
+
+def _log_end(request: Request, generated: int, first: float | None, seconds: float, reasons: list[str]) -> None:
+    of_media = {"image": 0, "video": 0}
+    for span in request.media:
+        of_media[span.modality] += span.length
+    prompt = len(request.prompt_ids)
+    logger.info(
+        "request %s: prompt %d tokens (text %d, image %d, video %d), generated %d, first token %s, total %.3f s, %s",
+        request.id,
+        prompt,
+        prompt - sum(of_media.values()),
+        of_media["image"],
+        of_media["video"],
+        generated,
+        "none" if first is None else f"{first:.3f} s",
+        seconds,
+        "+".join(reasons),
+    )

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import ipaddress
+import json
 import os
 import re
 import socket
@@ -96,6 +97,19 @@ class MediaOptions:
         object.__setattr__(self, "limits", {**DEFAULT_LIMITS, **self.limits})
 
 
+def parse_limits(text: str) -> dict[str, int]:
+    """What --limit-mm-per-prompt says: `image=4,video=1`, or as vLLM has it `{"image": 4, "video": 1}`.
+
+    Raises ValueError for anything else; MediaOptions checks names and numbers.
+    """
+    try:
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        return {name.strip(): int(count) for name, count in (pair.split("=") for pair in text.split(","))}
+    except ValueError:
+        raise ValueError(f'media limits are image=4,video=1 or {{"image": 4, "video": 1}}, got {text!r}') from None
+
+
 @contextlib.asynccontextmanager
 async def open_session(
     policy: MediaPolicy, resolver: AbstractResolver | None = None
@@ -130,8 +144,8 @@ async def open_session(
 async def fetch(
     source: str, policy: MediaPolicy, session: aiohttp.ClientSession, pool: Executor | None = None
 ) -> bytes:
-    """The bytes that `source` names. There are no retries, but for aiohttp's one on a connection that was dropped before
-    a byte of the answer.
+    """The bytes that `source` names. Nothing is tried again, but for what aiohttp repeats once: a request whose
+    connection was dropped before a byte of the answer.
 
     Args:
         source: an http(s) URL; a data: URI; a file:// URL or a path (absolute, or relative to the allowed directory).

@@ -27,6 +27,7 @@ _GAUGES = (
     ("vllm:num_requests_running", "num_requests_running", "Sequences in the running batch."),
     ("vllm:num_requests_waiting", "num_requests_waiting", "Sequences queued."),
     ("vllm:kv_cache_usage_perc", "kv_cache_usage", "Share of KV blocks in use; 1 is all of them."),
+    ("omni_jax:encoder_cache_usage_perc", "encoder_cache_usage", "Share of the feature array held; 1 is all of it."),
 )
 _COUNTERS = (
     ("vllm:num_preemptions", "num_preemptions", "Sequences whose blocks were taken and which are computed again."),
@@ -37,6 +38,15 @@ _COUNTERS = (
     ("omni_jax:compiles_after_warmup", "compiles_after_warmup", "Compilations since warm-up; stays 0."),
     ("omni_jax:real_tokens", "real_tokens", "Tokens that the steps were asked for."),
     ("omni_jax:padded_tokens", "padded_tokens", "Tokens that the steps were padded with to reach a bucket."),
+    (
+        "vllm:mm_cache_queries",
+        "encoder_cache_queries",
+        "Times that features of a picture or film were needed.",
+    ),
+    ("vllm:mm_cache_hits", "encoder_cache_hits", "Times that they were there, or being computed already."),
+    ("omni_jax:encoder_calls", "encoder_calls", "Calls of the vision tower."),
+    ("omni_jax:encoder_patches", "encoder_patches", "Patches that the calls were asked for."),
+    ("omni_jax:encoder_padded_patches", "encoder_padded_patches", "Patches that the calls were padded with."),
 )
 
 
@@ -64,6 +74,12 @@ class _EngineCollector(Collector):
         for reason, count in stats.requests_finished.items():
             finished.add_metric([self._model_name, reason], count)
         yield finished
+        items = CounterMetricFamily(
+            "omni_jax:mm_items", "Pictures and films of requests.", labels=["model_name", "modality"]
+        )
+        for modality, count in stats.mm_items.items():
+            items.add_metric([self._model_name, modality], count)
+        yield items
         cache = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV pool; always 1.", labels=["model_name", *self._cache_info]
         )

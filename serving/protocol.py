@@ -6,7 +6,7 @@ are refused by name. JSON null is the same as a field left out. Nothing is coerc
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -18,6 +18,9 @@ from serving import strict_json
 MAX_PROMPTS = 2048  # in one /v1/completions request
 MAX_CHOICES = 8192  # prompts times n
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+# What a request may set of how its pictures and films are prepared -> the type of its value.
+PROCESSOR_OPTIONS: dict[str, type] = {"min_pixels": int, "max_pixels": int, "fps": float, "num_frames": int}
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
 _ECHO_LIMIT = 200  # characters of the client's input in an error
@@ -41,7 +44,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "priority": (0,),
     "prompt_embeds": (),
@@ -141,9 +143,12 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     add_special_tokens: bool | None = None
+    mm_processor_kwargs: Any = None
 
     @model_validator(mode="after")
-    def _best_of_is_n(self) -> Self:
+    def _fields_can_be_had(self) -> Self:
+        if self.mm_processor_kwargs:
+            raise InvalidRequest("mm_processor_kwargs belongs to a chat's pictures", param="mm_processor_kwargs")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequest(f"best_of other than n is not supported yet, got {self.best_of}", param="best_of")
         return self
@@ -206,6 +211,7 @@ class Conversation(_Strict):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _template_can_do_it(self) -> Self:
@@ -312,6 +318,28 @@ def validate(kind: type[R], body: dict[str, Any]) -> R:
         message = first["msg"].removeprefix("Value error, ")
         given = "" if first["type"] in ("missing", "value_error") else f", got {_shown(first['input'])}"
         raise InvalidRequest(f"{path}: {message}{given}", param=str(where[0]) if where else None) from None
+
+
+def processor_options(
+    given: Mapping[str, Any], *, where: str, param: str, known: Collection[str] = PROCESSOR_OPTIONS
+) -> dict[str, int | float]:
+    """The options in `given`, nulls left out. InvalidRequest for unknown ones, and for values that are no positive
+    numbers; whether they are within the server's bounds is the inputs' to say.
+
+    Args:
+        where: what the client called `given`.
+        param: the field of the request it is in.
+        known: which of PROCESSOR_OPTIONS may be given.
+    """
+    options = {name: value for name, value in given.items() if value is not None}
+    for name, value in options.items():
+        if name not in known:
+            raise InvalidRequest(f"{where} has {_shown(name)}, expected some of {', '.join(known)}", param=param)
+        whole = PROCESSOR_OPTIONS[name] is int
+        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < float("inf"):
+            kind = "a whole number" if whole else "a number"
+            raise InvalidRequest(f"{where}.{name} must be {kind} above 0, got {_shown(value)}", param=param)
+    return options
 
 
 def sampling_params(

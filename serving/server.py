@@ -4,18 +4,22 @@ import hashlib
 import hmac
 import importlib.metadata
 import logging
+import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from omni_jax.requests import EngineError, InvalidRequest
-from serving.chat import chat_completions, render
+from serving.chat import chat_completions
 from serving.completions import completions
 from serving.errors import REQUEST_ID, ApiError, error_middleware
+from serving.media import MediaOptions, open_session
 from serving.metrics import CONTENT_TYPE, Metrics
+from serving.prompts import render
 from serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, read_object, validate
 from serving.responses import Detokenized, ModelCard, ModelList, Tokenized, Version
 from serving.state import SERVER, Server
@@ -26,8 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_SIZE = 8 * 2**20  # bytes
+MAX_BODY_SIZE = 64 * 2**20  # bytes: several photographs in base64
 TEXT_THREADS = 2
+MEDIA_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # probes and scrapers carry no key
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,6 +44,7 @@ def make_app(
     served_model_names: Sequence[str],
     api_keys: Sequence[str] = (),
     max_body_size: int = MAX_BODY_SIZE,
+    media: MediaOptions | None = None,
 ) -> web.Application:
     """An OpenAI-compatible app over an engine that was started.
 
@@ -48,6 +54,7 @@ def make_app(
         served_model_names: at least one; requests may use any of them.
         api_keys: any of them opens all routes; none leaves the server open.
         max_body_size: bytes of a request's body; a larger one gets a 413.
+        media: what pictures and films requests may have, and from where; by default MediaOptions().
     """
     if not served_model_names:
         raise ValueError("served_model_names needs at least one name")
@@ -56,7 +63,9 @@ def make_app(
         names=tuple(served_model_names),
         max_body_size=max_body_size,
         metrics=Metrics(stats=engine.stats, info=engine.info, model_name=served_model_names[0]),
+        media=media or MediaOptions(),
         pool=ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text"),
+        media_pool=ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media"),
         created=int(time.time()),
     )
     app = web.Application(
@@ -77,12 +86,16 @@ def make_app(
         ]
     )
     app.on_response_prepare.append(_send_request_id)
-    app.on_cleanup.append(_close)
+    app.cleanup_ctx.append(_resources)
     return app
 
 
-async def _close(app: web.Application) -> None:
-    app[SERVER].pool.shutdown(wait=False, cancel_futures=True)
+async def _resources(app: web.Application) -> AsyncIterator[None]:
+    server = app[SERVER]
+    async with open_session(server.media.policy) as server.session:
+        yield
+    for pool in (server.pool, server.media_pool):
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 @web.middleware
@@ -167,26 +180,29 @@ def _card(server: Server, name: str) -> ModelCard:
 
 async def _tokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    return await server.in_thread(_tokenized, server, await read_body(request))
-
-
-def _tokenized(server: Server, raw: bytes) -> web.Response:
-    tokenizer = server.engine.tokenizer
-    body = read_object(raw)
-    if body.get("messages") is not None:
-        asked = validate(TokenizeChatRequest, body)
-        server.model_name(asked.model)
-        tokens = list(render(server, asked, body))
+    body, asked = await server.in_thread(_asked_to_tokenize, server, await read_body(request))
+    if isinstance(asked, TokenizeChatRequest):
+        ids = (await render(server, asked, body)).ids
     else:
-        asked = validate(TokenizeRequest, body)
-        server.model_name(asked.model)
-        tokens = tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        special = asked.add_special_tokens is not False
+        ids = await server.in_thread(partial(server.engine.tokenizer.encode, asked.prompt, add_special_tokens=special))
+    return await server.in_thread(_tokenized, server, ids, bool(asked.return_token_strs))
+
+
+def _asked_to_tokenize(server: Server, raw: bytes) -> tuple[dict[str, Any], TokenizeRequest | TokenizeChatRequest]:
+    body = read_object(raw)
+    asked = validate(TokenizeRequest if body.get("messages") is None else TokenizeChatRequest, body)
+    server.model_name(asked.model)
+    return body, asked
+
+
+def _tokenized(server: Server, ids: Sequence[int], with_texts: bool) -> web.Response:
     return json_response(
         Tokenized(
-            count=len(tokens),
+            count=len(ids),
             max_model_len=server.engine.info.max_model_len,
-            tokens=tokens,
-            token_strs=[tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None,
+            tokens=list(ids),
+            token_strs=[server.engine.tokenizer.token_text(token) for token in ids] if with_texts else None,
         )
     )
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import aiohttp
 from aiohttp import web
 
 from serving.errors import ApiError
+from serving.media import MediaOptions
 from serving.metrics import Metrics
 
 if TYPE_CHECKING:  # the engine brings JAX with it; a fake one in tests does not
@@ -26,18 +28,24 @@ class Server:
         names: the model's names; a request may use any, the first stands for it in responses that name none.
         max_body_size: bytes.
         metrics: what /metrics shows.
+        media: what may be fetched, and how many pictures and films a request may have.
         pool: threads for text work, which can take long for a long prompt and must not hold up the event loop.
+        media_pool: threads that decode pictures and films; text does not wait for them.
         created: Unix seconds of the start.
         draining: set on shutdown: no new requests.
+        session: what media are fetched with, while the app runs.
     """
 
     engine: "AsyncEngine"
     names: tuple[str, ...]
     max_body_size: int
     metrics: Metrics
+    media: MediaOptions
     pool: ThreadPoolExecutor
+    media_pool: ThreadPoolExecutor
     created: int
     draining: bool = False
+    session: aiohttp.ClientSession | None = None
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer under; a 404 when the model asked for is not served here."""
@@ -50,6 +58,9 @@ class Server:
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+
+    async def in_media_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.media_pool, function, *args)
 
 
 SERVER: web.AppKey[Server] = web.AppKey("server", Server)

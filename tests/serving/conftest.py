@@ -13,6 +13,8 @@ from aiohttp import web
 from serving import run
 from serving.server import make_app
 from tests.serving.fake_engine import FakeEngine
+from tests.serving.listener import Listener, listening, response
+from tests.serving.pictures import BLUE, RED, png
 
 
 class Client:
@@ -90,3 +92,11 @@ async def official(client: Client) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client, which retries nothing so that every status is seen."""
     async with openai.AsyncOpenAI(base_url=client.base + "/v1", api_key="none", max_retries=0) as official:
         yield official
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[Listener]:
+    """A host on loopback that has a picture or two."""
+    async with listening() as listener:
+        listener.answers |= {"/red.png": response(png(RED)), "/blue.png": response(png(BLUE))}
+        yield listener

@@ -9,8 +9,11 @@ from transformers import PreTrainedTokenizerFast
 
 from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.image import VisionSettings
+from omni_jax.inputs.prompt import VisionInputs
+from omni_jax.models.config import VisionConfig
 from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, TokenLogprob, Unavailable
-from tests.tiny import tokenizer
+from tests import tiny, tiny_vl
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -33,7 +36,55 @@ class FakeInfo:
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer(512), chat_template=template))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer(512), chat_template=template))
+
+
+def make_vision(tokenizer: Tokenizer) -> VisionInputs:
+    """Of a tiny Qwen2-VL: a token is 8 x 8 pixels, and pictures have 4 to 128 of them."""
+    image, video = (tokenizer.encode(token)[-1] for token in ("<|image_pad|>", "<|video_pad|>"))
+    sizes = {"patch_size": tiny_vl.PATCH, "temporal_patch_size": tiny_vl.FRAMES}
+    config = VisionConfig(
+        **sizes,
+        depth=1,
+        hidden_size=16,
+        intermediate_size=32,
+        out_hidden_size=16,
+        num_heads=1,
+        in_channels=3,
+        spatial_merge_size=tiny_vl.MERGE,
+        hidden_act="quick_gelu",
+        rms_norm=False,
+        window_size=None,
+        full_attention_layers=(),
+        tokens_per_second=None,
+        image_token_id=image,
+        video_token_id=video,
+    )
+    settings = VisionSettings(
+        **sizes,
+        merge_size=tiny_vl.MERGE,
+        min_pixels=tiny_vl.MIN_PIXELS,
+        max_pixels=tiny_vl.MAX_PIXELS,
+        video_min_pixels=tiny_vl.MIN_PIXELS,
+        video_max_pixels=tiny_vl.MAX_PIXELS,
+        fps=2.0,
+        min_frames=2,
+        max_frames=8,
+        mean=tiny_vl.MEAN,
+        std=tiny_vl.STD,
+        rescale_factor=1 / 255,
+        resample=3,
+    )
+    return VisionInputs(config=config, settings=settings)
+
+
+def seeing_engine() -> "FakeEngine":
+    """One that reads pictures and film, and has room for them."""
+    engine = FakeEngine(info=FakeInfo(max_model_len=4096))
+    backend = tiny_vl.tokenizer(512)
+    engine.tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=tiny_vl.CHAT_TEMPLATE))
+    engine.vision = make_vision(engine.tokenizer)
+    return engine
 
 
 def answer(request: Request, index: int) -> str:
@@ -66,6 +117,7 @@ class FakeEngine:
     def __init__(self, *, info: FakeInfo | None = None, template: str | None = TEMPLATE):
         self.info = info or FakeInfo()
         self.tokenizer = make_tokenizer(template)
+        self.vision: VisionInputs | None = None
         self.answers: Callable[[Request, int], str] = answer
         self.requests: list[Request] = []
         self.aborted: list[str] = []

@@ -16,6 +16,7 @@ import omni_jax
 from omni_jax.engine.config import EngineConfig
 from omni_jax.requests import EngineError
 from serving import cli, run
+from serving.media import MediaOptions, MediaPolicy
 from serving.progress import progress_bar, stage_bars
 from serving.state import SERVER
 from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
@@ -120,6 +121,9 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
         "seed": 3,
         "generation_config": "vllm",
         "chat_template": "{{ x }}",
+        "max_pixels": 1000,
+        "encoder_cache_tokens": 99,
+        "encoder_layers_per_slice": 2,
     }
     arguments = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
     arguments += ["--served-model-name", "a", "--served-model-name", "b", "--max-body-size", "77", "--port", "0"]
@@ -129,6 +133,52 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
     assert served["server"].names == ("a", "b")
     assert served["server"].max_body_size == 77
     assert (served["timeout"], served["access_log"]) == (1.5, False)
+
+
+def test_serve_media_flags(invoke, served, tmp_path):
+    assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
+    media = served["server"].media
+    assert media == MediaOptions()
+    assert (media.limits, media.policy.timeout) == ({"image": 16, "video": 1}, 5.0)
+    assert served["server"].max_body_size == 64 * 2**20
+    flags = ["--allowed-media-domains", "a.test", "--allowed-media-domains", "B.test", "--media-timeout", "2.5"]
+    flags += ["--allowed-local-media-path", str(tmp_path), "--allow-private-media-addresses"]
+    flags += ["--allow-mm-processor-kwargs", "--limit-mm-per-prompt", '{"image": 4, "video": 2}']
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags)
+    assert result.exit_code == 0, result.output
+    policy = MediaPolicy(
+        allowed_domains=("a.test", "b.test"), allowed_local_path=tmp_path, allow_private_addresses=True, timeout=2.5
+    )
+    limits = {"image": 4, "video": 2}
+    assert served["server"].media == MediaOptions(policy=policy, limits=limits, allow_mm_processor_kwargs=True)
+    for text, limits in {
+        "image=4,video=1": {"image": 4, "video": 1},
+        "image=4": {"image": 4, "video": 1},
+        " video = 0 ": {"image": 16, "video": 0},
+        '{"video": 3}': {"image": 16, "video": 3},
+    }.items():
+        assert invoke("serve", str(tmp_path), "--port", "0", "--limit-mm-per-prompt", text).exit_code == 0
+        assert served["server"].media.limits == limits
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(("--limit-mm-per-prompt", text) for text in ("", "4", "image", "image=x", "image=-1", "audio=1", "image=1,")),
+        *(("--limit-mm-per-prompt", text) for text in ("{", '{"image": "4"}', '{"image": true}', '{"image": 1.0}')),
+        *(("--limit-mm-per-prompt", text) for text in ("[1]", "null", "{}x", '{"image": {"count": 1}}')),
+        *(("--allowed-media-domains", text) for text in ("", "http://a.test", "a.test:80", "*.a.test")),
+        *(("--media-timeout", text) for text in ("0", "-1", "nan", "inf", "x")),
+        ("--allowed-local-media-path", "/no/such/directory"),
+        ("--max-pixels", "0"),
+        ("--encoder-cache-tokens", "0"),
+        ("--encoder-layers-per-slice", "0"),
+    ],
+)
+def test_serve_media_flags_that_are_wrong_are_usage_errors(invoke, served, tmp_path, flags):
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags)
+    assert result.exit_code == 2, result.output
+    assert served == {}
 
 
 def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatch):
@@ -174,6 +224,32 @@ def test_generate(invoke, llm, tmp_path):
     result = invoke("generate", "m", "-", "--raw", "--json", input="from stdin")
     assert llm.asked[0] == "from stdin"
     assert json.loads(result.stdout) == {"prompt": "from stdin", "text": "one two"}
+
+
+def test_generate_with_pictures_and_films(invoke, llm, tmp_path):
+    for name in ("a.png", "b.jpg", "c.mp4"):
+        (tmp_path / name).write_bytes(b"")
+    paths = [str(tmp_path / name) for name in ("a.png", "b.jpg", "c.mp4")]
+    seen = ["--image", paths[0], "--image", paths[1], "--video", paths[2]]
+    result = invoke("generate", "m", "What are they?", *seen, "--system", "be brief", "--max-pixels", "5000")
+    assert result.exit_code == 0, result.output
+    assert llm.asked[0] == [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": paths[0]},
+                {"type": "image", "image": paths[1]},
+                {"type": "video", "video": paths[2]},
+                {"type": "text", "text": "What are they?"},
+            ],
+        },
+    ]
+    assert llm.made[1] == {"max_num_seqs": 1, "max_pixels": 5000}
+    llm.asked = None
+    for wrong in (["--image", str(tmp_path / "none.png")], ["--video", str(tmp_path)], [*seen, "--raw"]):
+        assert invoke("generate", "m", "What?", *wrong).exit_code == 2
+    assert llm.asked is None
 
 
 def test_generate_faults(invoke, llm):
