@@ -1,6 +1,23 @@
-"""What a person sends -> tokens: tokenizer, chat templates, and text coming back a token at a time."""
+"""What a person sends -> tokens, pictures, positions: tokenizer, chat templates, media; and text coming back a token at
+a time."""
 
+from omni_jax.inputs.chat import MediaPart, media_parts
+from omni_jax.inputs.image import MediaItem, VisionSettings
+from omni_jax.inputs.prompt import Prompt, VisionInputs, chat_prompt, expand, modalities_of, pack_part
 from omni_jax.inputs.token_bytes import TextStream
 from omni_jax.inputs.tokenizer import Tokenizer
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = [
+    "MediaItem",
+    "MediaPart",
+    "Prompt",
+    "TextStream",
+    "Tokenizer",
+    "VisionInputs",
+    "VisionSettings",
+    "chat_prompt",
+    "expand",
+    "media_parts",
+    "modalities_of",
+    "pack_part",
+]

@@ -1,10 +1,16 @@
-"""OpenAI messages -> the one shape a chat template is given, whichever of the allowed ones a client chose. No I/O."""
+"""OpenAI messages -> the one shape a chat template is given, whichever of the allowed ones a client chose; and the
+pictures and films among their parts. No I/O."""
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from omni_jax.requests import InvalidRequest
+import numpy as np
+from PIL import Image
+
+from omni_jax.requests import InvalidRequest, Modality
 
 MAX_NESTING = 100  # of arguments, schemas and the like; templates and json.dumps recurse over them
 
@@ -44,29 +50,89 @@ def map_strings(value: Any, change: Callable[[str], str], *, param: str | None =
     return [map_strings(item, change, param=param, depth=depth + 1) for item in value]
 
 
-def normal_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MediaPart:
+    """A picture or film in a message, as it was given: nothing is fetched or opened yet.
+
+    Attributes:
+        modality: "image" or "video".
+        source: a URL or path as text, bytes of a file, a Pillow image, or an array; for a video also a list of those,
+            its frames.
+        where: the part's place, "messages[0].content[1]", for messages about it.
+        options: the part's mm_processor_kwargs as given, not looked into: min_pixels, max_pixels, fps, num_frames.
+    """
+
+    modality: Modality
+    source: Any
+    where: str
+    options: Mapping[str, Any]
+
+
+# Part type, which is also the key of its source -> modality, and whether the source is a URL (OpenAI's parts).
+_MEDIA_PARTS: dict[str, tuple[Modality, bool]] = {
+    "image_url": ("image", True),
+    "image": ("image", False),
+    "video_url": ("video", True),
+    "video": ("video", False),
+}
+# Who may show something. A system prompt or an answer with pictures is not what these models were trained on, and
+# OpenAI's API has them in user messages; a tool may bring one (a screenshot, a page).
+_MEDIA_ROLES = ("user", "tool")
+
+_SOURCES = (str, os.PathLike, bytes, Image.Image, np.ndarray)
+
+
+def normal_messages(
+    messages: Sequence[Mapping[str, Any]], *, modalities: Collection[Modality] = ()
+) -> list[dict[str, Any]]:
     """Messages as templates expect them.
 
-    `content` is always a string: null, absent and [] are "", text parts are joined by newlines (as in vLLM). Arguments
-    of tool calls are objects, not JSON text: "" and "null" are {}. Keys with the value null, and an empty tool_calls,
-    are left out, since templates ask whether a key is there.
+    For a model that reads text only, `content` is always a string: null, absent and [] are "", text parts are joined by
+    newlines (as in vLLM). For one that reads media, a list of parts stays one, as its template wants it: {"type":
+    "text", "text"}, {"type": "image"} and {"type": "video"}, in the order given; media_parts has what they show.
+
+    Arguments of tool calls are objects, not JSON text: "" and "null" are {}. Keys with the value null, and an empty
+    tool_calls, are left out, since templates ask whether a key is there.
+
+    Args:
+        modalities: what the model reads besides text.
 
     Raises:
-        InvalidRequest: no messages, a message without a role, a part that is not text, arguments that are no object.
+        InvalidRequest: no messages, a message without a role, a part the model does not read or that lacks its field,
+            media in a message that is not a user's or a tool's, arguments that are no object.
     """
     if not messages:
         raise InvalidRequest("messages must hold at least one message, got none", param="messages")
-    return [_normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_normal_message(message, f"messages[{i}]", modalities) for i, message in enumerate(messages)]
 
 
-def _normal_message(message: Any, where: str) -> dict[str, Any]:
+def media_parts(
+    messages: Sequence[Mapping[str, Any]], *, modalities: Collection[Modality] = ("image", "video")
+) -> list[MediaPart]:
+    """The pictures and films of a conversation, in the order of its parts, which is that of the template's slots.
+
+    Args:
+        modalities: what the model reads besides text.
+
+    Raises:
+        InvalidRequest: as normal_messages, for the parts and what they stand in.
+    """
+    found = []
+    for i, message in enumerate(messages):
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple):
+            parts = _parts(message["content"], f"messages[{i}].content", message.get("role"), modalities)
+            found += [part for part in parts if isinstance(part, MediaPart)]
+    return found
+
+
+def _normal_message(message: Any, where: str, modalities: Collection[Modality]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be an object, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _invalid(f"{where}.role must be a non-empty string, got {role!r}")
     normal = {key: value for key, value in message.items() if value is not None}
-    normal["content"] = _text(message.get("content"), f"{where}.content")
+    normal["content"] = _content(message.get("content"), f"{where}.content", role, modalities)
     calls = normal.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list | tuple):
@@ -75,23 +141,67 @@ def _normal_message(message: Any, where: str) -> dict[str, Any]:
     return normal
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str, role: str, modalities: Collection[Modality]) -> str | list[dict[str, str]]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise _invalid(f"{where} must be a string or a list of parts, got {type(content).__name__}")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            given = repr(kind) if isinstance(part, Mapping) else type(part).__name__
-            raise _invalid(f"{where}[{i}] is a part of type {given}; this model reads parts of type 'text' only")
+    parts = _parts(content, where, role, modalities)
+    if not modalities:
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.modality} for part in parts]
+
+
+def _parts(content: Sequence, where: str, role: Any, modalities: Collection[Modality]) -> list[str | MediaPart]:
+    return [_part(part, f"{where}[{i}]", role, modalities) for i, part in enumerate(content)]
+
+
+def _part(part: Any, where: str, role: Any, modalities: Collection[Modality]) -> str | MediaPart:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
         if not isinstance(part.get("text"), str):
-            raise _invalid(f"{where}[{i}].text must be a string, got {type(part.get('text')).__name__}")
-        texts.append(part["text"])
-    return "\n".join(texts)
+            raise _invalid(f"{where}.text must be a string, got {type(part.get('text')).__name__}")
+        return part["text"]
+    modality, is_url = _MEDIA_PARTS.get(kind, (None, False)) if isinstance(kind, str) else (None, False)
+    if modality is None or modality not in modalities:
+        given = _short(kind) if isinstance(part, Mapping) else type(part).__name__
+        read = ["text", *(name for name, (modality, _) in _MEDIA_PARTS.items() if modality in modalities)]
+        raise _invalid(
+            f"{where} is a part of type {given}; this model reads parts of type {', '.join(map(repr, read))} only"
+        )
+    if role not in _MEDIA_ROLES:
+        raise _invalid(
+            f"{where} is a part of type {kind!r} in a message with the role {_short(role)}; pictures and film may "
+            f"stand in messages with the role {' or '.join(_MEDIA_ROLES)}"
+        )
+    options = part.get("mm_processor_kwargs")
+    if not isinstance(options, Mapping | None):
+        raise _invalid(f"{where}.mm_processor_kwargs must be an object, got {type(options).__name__}")
+    source = _url(part.get(kind), f"{where}.{kind}") if is_url else _source(part.get(kind), f"{where}.{kind}", modality)
+    return MediaPart(modality=modality, source=source, where=where, options=dict(options or {}))
+
+
+def _url(value: Any, where: str) -> str:
+    if isinstance(value, Mapping):
+        value, where = value.get("url"), f"{where}.url"
+    if not isinstance(value, str) or not value:
+        given = repr(value) if isinstance(value, str) else type(value).__name__
+        raise _invalid(f"{where} must be a URL as a non-empty string, got {given}")
+    return value
+
+
+def _source(value: Any, where: str, modality: Modality) -> Any:
+    if modality == "video" and isinstance(value, list | tuple):
+        if not value:
+            raise _invalid(f"{where} must hold at least one frame, got none")
+        return [_source(frame, f"{where}[{i}]", "image") for i, frame in enumerate(value)]
+    if not isinstance(value, _SOURCES) or (isinstance(value, str | bytes) and not value):
+        given = repr(value) if isinstance(value, str | bytes) else type(value).__name__
+        several = ", or a list of frames" if modality == "video" else ""
+        raise _invalid(f"{where} must be a URL, a path, bytes, a Pillow image or an array{several}, got {given}")
+    return value
 
 
 def _normal_call(call: Any, where: str) -> dict[str, Any]:

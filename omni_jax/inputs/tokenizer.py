@@ -3,7 +3,7 @@
 import inspect
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from omni_jax.inputs.chat import clean_text, map_strings, normal_messages
 from omni_jax.inputs.control_tokens import ControlTokens
 from omni_jax.inputs.token_bytes import TextStream, TokenBytes
-from omni_jax.requests import InvalidRequest
+from omni_jax.requests import InvalidRequest, Modality
 
 # What template_kwargs cannot name: arguments of the call that renders, and variables that come from elsewhere.
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
@@ -36,6 +36,7 @@ class Tokenizer:
         special_ids: ids of the special (control) tokens.
         eos_token_id: the tokenizer's own end of sequence, or None; generation_config.json may name more.
         has_chat_template: whether render_chat can be used.
+        media_slots: what the chat template writes a slot for where it is given a part of that kind.
     """
 
     def __init__(self, hf: PreTrainedTokenizerFast):
@@ -54,6 +55,13 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special)
         self.eos_token_id = hf.eos_token_id if isinstance(hf.eos_token_id, int) else None
         self.has_chat_template = bool(hf.chat_template)
+        kinds: tuple[Modality, ...] = ("image", "video")
+        self.media_slots = frozenset(kind for kind in kinds if self._slots({"type": kind}) > self._slots())
+
+    @property
+    def has_media_slots(self) -> bool:
+        """Whether the chat template is for a model that reads pictures or film."""
+        return bool(self.media_slots)
 
     @classmethod
     def from_directory(cls, path: str | Path, *, chat_template: str | None = None) -> "Tokenizer":
@@ -81,6 +89,8 @@ class Tokenizer:
         hf = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         if chat_template is not None:
             hf.chat_template = _template_text(chat_template)
+        elif not hf.chat_template:
+            hf.chat_template = _processors_template(path)
         try:
             if hf.chat_template:  # compiles it, and a misspelt one is found now instead of with each request
                 hf.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
@@ -131,16 +141,19 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        modalities: Collection[Modality] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, through the chat template. Special tokens stand only where the template puts
-        them: their spellings in messages, tools and template_kwargs are encoded as plain text.
+        them: their spellings in messages, tools and template_kwargs are encoded as plain text. So are those of the
+        placeholders of media, each of which stands for a part that was given.
 
         Args:
             messages: OpenAI message objects; see chat.normal_messages for what is accepted.
+            modalities: what the model reads besides text; the template gets lists of parts then.
             add_generation_prompt: end with the beginning of an assistant's turn.
             continue_final_message: leave the last message open, so that the model goes on with it; excludes
                 add_generation_prompt.
@@ -169,7 +182,7 @@ class Tokenizer:
         def hidden(value: Any, param: str) -> Any:
             return map_strings(value, lambda text: self._control.hide(clean_text(text, param), nonce), param=param)
 
-        conversation = hidden(normal_messages(messages), "messages")
+        conversation = hidden(normal_messages(messages, modalities=modalities), "messages")
         schemas = hidden(tools or None, "tools")
         variables = hidden(dict(template_kwargs or {}), "chat_template_kwargs")
         try:
@@ -188,6 +201,19 @@ class Tokenizer:
             ) from error
         return self._control.encode(str(rendered), nonce)
 
+    def _slots(self, *media: Mapping[str, str]) -> int:
+        """How many added tokens the template writes for one message of a text and these parts; -1 if it cannot. A
+        template for text only may well print the list of parts, but that is no token more."""
+        if not self.has_chat_template:
+            return -1
+        content = [{"type": "text", "text": "Hello"}, *media]
+        try:
+            rendered = self._hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS):
+            return -1
+        added = self._backend.get_added_tokens_decoder().keys()
+        return sum(i in added for i in self._backend.encode(str(rendered), add_special_tokens=False).ids)
+
 
 def _template_text(given: str) -> str:
     if "{" in given or "\n" in given:  # every template has a brace, hardly a path does
@@ -195,3 +221,18 @@ def _template_text(given: str) -> str:
     if not Path(given).is_file():
         raise FileNotFoundError(f"chat_template is neither Jinja text (it has no brace) nor a file: {given}")
     return Path(given).read_text(encoding="utf-8")
+
+
+def _processors_template(path: Path) -> str | None:
+    """The template Qwen2-VL's directories keep in a file of its own, for the processor: {"chat_template": text}."""
+    file = path / "chat_template.json"
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise ValueError(f'{file} must hold {{"chat_template": "..."}}')
+    return template

@@ -1,0 +1,138 @@
+"""Pictures and films for tests, made here, and settings to read them with."""
+
+import io
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+from omni_jax.inputs.image import VisionSettings
+
+QWEN2_VL = {
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+}
+
+
+def settings(**changes) -> VisionSettings:
+    """Qwen2-VL's, with a server's usual bound."""
+    values = {
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_pixels": 3136,
+        "max_pixels": 1_003_520,
+        "video_min_pixels": 3136,
+        "video_max_pixels": 1_003_520,
+        "fps": 2.0,
+        "min_frames": 4,
+        "max_frames": 768,
+        "mean": tuple(QWEN2_VL["image_mean"]),
+        "std": tuple(QWEN2_VL["image_std"]),
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+    }
+    return VisionSettings(**values | changes)
+
+
+def noise(width: int, height: int, *, seed: int = 0, channels: int = 3) -> np.ndarray:
+    """uint8 [height, width, channels], smooth enough for lossy coders and different at each place and seed."""
+    y, x = np.mgrid[:height, :width]
+    planes = [(x * (3 + c) + y * (7 - c) + seed * 29 + c * 80) % 256 for c in range(channels)]
+    return np.stack(planes, axis=-1).astype(np.uint8)
+
+
+def picture(width: int, height: int, *, seed: int = 0) -> Image.Image:
+    return Image.fromarray(noise(width, height, seed=seed))
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, format, **options)
+    return stream.getvalue()
+
+
+def clip(
+    frames: int = 24,
+    *,
+    format: str = "mp4",
+    codec: str = "libx264",
+    rate=25,
+    size: tuple[int, int] = (64, 48),
+    pix_fmt: str = "yuv420p",
+    container: dict[str, str] | None = None,
+    times=None,
+    images=None,
+    file: Path | None = None,
+    **options: str,
+) -> bytes:
+    """A film of `frames` different frames of (width, height) `size`, or of `images`. `times` are milliseconds; `file`
+    is where it is put together, where memory will not do."""
+    stream = io.BytesIO()
+    with av.open(file or stream, "w", format=format, container_options=container or {}) as film:
+        track = film.add_stream(codec, rate=rate, options={name.replace("_", "-"): v for name, v in options.items()})
+        track.width, track.height, track.pix_fmt = *size, pix_fmt
+        for i in range(frames):
+            array = noise(*size, seed=i) if images is None else images[i]
+            frame = av.VideoFrame.from_ndarray(array, format="rgb24" if array.shape[2] == 3 else "rgba")
+            if times is not None:
+                frame.pts, frame.time_base = times[i], Fraction(1, 1000)
+            for packet in track.encode(frame):
+                film.mux(packet)
+        for packet in track.encode():
+            film.mux(packet)
+    return file.read_bytes() if file else stream.getvalue()
+
+
+def all_frames(data: bytes) -> list[np.ndarray]:
+    """Every frame of a film, decoded from its beginning to its end: what taking some of them is compared with."""
+    with av.open(io.BytesIO(data)) as film:
+        return [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+
+
+_GROWTH = """
+import sys
+from omni_jax.inputs.image import open_image
+from omni_jax.inputs.video import decode_video, pack_video
+from omni_jax.requests import InvalidRequest
+from tests.inputs import media
+
+def high_water():  # MB; getrusage would count what the parent had
+    return [int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
+
+settings = media.settings()
+open_image(media.encoded(media.picture(64, 64)))
+decode_video(media.clip(4), settings)
+for file in sys.argv[1:]:
+    data = open(file, "rb").read()
+    before = high_water()
+    try:
+        {code}
+        said = "done"
+    except InvalidRequest as error:
+        said = str(error)
+    print(high_water() - before, said)
+"""
+
+
+def memory_growth(code: str, files: list[bytes], folder: Path) -> list[tuple[str, float]]:
+    """Runs code on the `data` of each file (and `settings`) in a process of its own: what it was refused with, or
+    "done", and by how many MB the most memory the process ever had grew by it."""
+    paths = [folder / str(i) for i in range(len(files))]
+    for path, data in zip(paths, files, strict=True):
+        path.write_bytes(data)
+    command = [sys.executable, "-W", "ignore", "-c", _GROWTH.replace("{code}", code), *map(str, paths)]
+    output = subprocess.run(command, capture_output=True, timeout=300, check=True).stdout.decode()
+    lines = [line.split(" ", 1) for line in output.splitlines()]
+    return [(said, float(growth)) for growth, said in lines]

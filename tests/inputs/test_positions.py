@@ -1,0 +1,93 @@
+"""M-RoPE positions, against transformers' own and worked examples."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omni_jax.inputs.image import MediaItem
+from omni_jax.inputs.positions import mrope_positions
+from omni_jax.requests import InvalidRequest, Request, SamplingParams
+
+GOLDENS = json.loads(Path(__file__).with_name("mrope.json").read_text())
+
+
+def item(grid: tuple[int, int, int], seconds: float | None = None) -> MediaItem:
+    return MediaItem(
+        modality="image" if seconds is None else "video",
+        key=b"",
+        grid=grid,
+        patches=np.zeros(0, np.uint8),
+        seconds_per_grid=seconds,
+        num_tokens=grid[0] * grid[1] * grid[2] // 4,
+    )
+
+
+def positions(*parts, tokens_per_second: float | None = None) -> np.ndarray:
+    """Of numbers of text tokens, and items."""
+    length, placed = 0, []
+    for part in parts:
+        if isinstance(part, MediaItem):
+            placed.append((length, part))
+        length += part if isinstance(part, int) else part.num_tokens
+    return mrope_positions(length, placed, merge_size=2, tokens_per_second=tokens_per_second)
+
+
+def parts_of(golden: dict) -> list:
+    return [
+        part["text"] if "text" in part else item(tuple(part["grid"]), 2 / part["fps"] if "fps" in part else None)
+        for part in golden["parts"]
+    ]
+
+
+@pytest.mark.parametrize("golden", GOLDENS)
+def test_positions_are_transformers(golden):
+    ours = positions(*parts_of(golden), tokens_per_second=golden["tokens_per_second"])
+    assert ours.dtype == np.int32
+    assert ours.tolist() == golden["positions"]
+    request = Request(id="r", prompt_ids=(0,) * ours.shape[1], params=SamplingParams(), positions=ours)
+    assert request.position_delta == golden["delta"]
+
+
+def test_mr_04_a_still_picture_has_one_time():
+    """Two text tokens, a picture of 2 x 3 tokens, two text tokens; 25 positions a second do not concern it."""
+    for tokens_per_second in (None, 25.0):
+        time, row, column = positions(2, item((1, 4, 6)), 2, tokens_per_second=tokens_per_second).tolist()
+        assert time == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6]
+        assert row == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6]
+        assert column == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
+
+
+def test_mr_05_a_films_times_follow_its_seconds():
+    """At 25 positions a second and a frame a second, a temporal step of two frames is 50 positions."""
+    film = item((3, 4, 4), 2.0)
+    time, row, column = positions(1, film, 1, tokens_per_second=25.0).tolist()
+    assert time == [0, *[1] * 4, *[51] * 4, *[101] * 4, 3]  # the text goes on after the larger side
+    assert row == [0, *[1, 1, 2, 2] * 3, 3]
+    assert column == [0, *[1, 2, 1, 2] * 3, 3]
+    assert positions(1, film, 1)[0].tolist() == [0, *[1] * 4, *[2] * 4, *[3] * 4, 3]
+    slow, fast = (positions(item((8, 2, 2), 2 / fps), tokens_per_second=2.0)[0].tolist() for fps in (1, 30))
+    assert slow == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert fast == [0, 0, 0, 0, 0, 0, 0, 0]
+    third = positions(item((8, 2, 2), 2 / 3), tokens_per_second=2.0)[0].tolist()
+    assert third == [0, 1, 2, 4, 5, 6, 8, 9]  # 1.33, 2.67, 4, ...: cut after the multiplication
+
+
+def test_mr_01_chunks_are_slices_of_the_whole():
+    """What a chunk of a prompt needs is a slice; no token's positions depend on what comes after it."""
+    parts = [7, item((1, 4, 6)), 3, item((4, 4, 4), 1.0), 5]
+    whole = positions(*parts, tokens_per_second=2.0)
+    for behind in range(1, len(parts)):
+        part = positions(*parts[:behind], tokens_per_second=2.0)
+        np.testing.assert_array_equal(part, whole[:, : part.shape[1]])
+
+
+def test_text_alone_counts_up():
+    np.testing.assert_array_equal(positions(5), np.tile(np.arange(5), (3, 1)))
+    assert positions(item((1, 2, 2))).tolist() == [[0], [0], [0]]
+
+
+def test_positions_beyond_int32_are_refused():
+    with pytest.raises(InvalidRequest, match="positions up to 2e"):
+        positions(item((3, 2, 2), 1e9), tokens_per_second=1.0)
