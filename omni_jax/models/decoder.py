@@ -119,7 +119,7 @@ class Decoder(nnx.Module):
         features: Float[Array, "rows hidden"] | None = None,
         feature_row: Int[Array, "tokens"] | None = None,
     ) -> Float[Array, "tokens hidden"]:
-        """Hidden states of `tokens`. `positions` has three rows for a model with M-RoPE; see `embedded` for features."""
+        """Hidden states of `tokens`. `positions` has three rows with M-RoPE; see `embedded` for features."""
         cos, sin = rotary(self.config.rope, positions)
         x = self.embedded(tokens, features, feature_row)
         for i, layer in enumerate(self.layers):
