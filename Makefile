@@ -3,6 +3,7 @@
 # make lint      ruff and pyright
 # make goldens   make the golden outputs again with transformers on torch; `make goldens-check` compares only
 # make bench-cpu compare with the bare JAX loop and other engines on this machine (BENCH="--rounds 1 ..." for flags)
+# make bench-vision  pictures: preprocessing and vision tower beside transformers, gaps in a stream of text
 # make newest    a smoke part of the tests with another Python (NEWEST=python3.12) and the newest JAX it gets
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint goldens goldens-check bench-cpu newest clean
+.PHONY: demo test lint goldens goldens-check bench-cpu bench-vision newest clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m serving.demo
@@ -35,6 +36,9 @@ goldens-check: .venv-goldens/.installed
 
 bench-cpu: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.cpu $(BENCH)
+
+bench-vision: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.vision $(BENCH)
 
 newest: .venv-newest/.installed
 	.venv-newest/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'with JAX', jax.__version__)"

@@ -21,7 +21,7 @@ from omni_jax import compat
 
 
 class BareLoop:
-    """A benchmarks.worker.Contender: Llama or Qwen2, weights as [in, out] or [out, in], float32 or bfloat16."""
+    """A benchmarks.worker.Continuer: Llama or Qwen2, weights as [in, out] or [out, in], float32 or bfloat16."""
 
     def __init__(self, directory: Path, dtype: str, layout: str):
         compat.use_compilation_cache(default_cache_dir() / "xla-benchmarks")
@@ -48,7 +48,7 @@ class BareLoop:
         begin = time.perf_counter()
         self._advance(prefill)
         self._last.block_until_ready()
-        return time.perf_counter() - begin
+        return {"seconds": time.perf_counter() - begin}
 
     def decode(self, steps):
         begin = time.perf_counter()
@@ -59,7 +59,7 @@ class BareLoop:
 
     def close(self):
         self._cache = ()
-        return np.concatenate(self._tokens, axis=1).tolist()
+        return {"tokens": np.concatenate(self._tokens, axis=1).tolist()}
 
     def _advance(self, executable):
         self._last, self._position, self._cache = executable(

@@ -3,20 +3,17 @@
 import argparse
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks import cases, models, report
 from benchmarks.cases import CASES, Case
 from benchmarks.peers_case import PEERS
+from benchmarks.processes import Worker, say
 from benchmarks.rounds import Series, first_difference, long_row_ratio
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYOUTS = ("in, out", "out, in")
 WARMUP = 2  # decode steps of each contender before the first round
 EXAMPLE = """example, about a minute:
@@ -26,50 +23,6 @@ with transformers, in an environment of its own, and llama.cpp with its own file
   python -m benchmarks.cpu --model smollm2 --torch-python .venv-goldens/bin/python \\
       --peer llama.cpp=.venv-llama/bin/python:smollm2-f32.gguf --markdown table.md
 """
-
-
-class Worker:
-    """A contender in its process. It computes only between a command and its answer."""
-
-    def __init__(self, command: list[str], log: Path):
-        self._log = log.open("w+")
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-            cwd=ROOT,
-            text=True,
-        )
-        self.about = self._answer()
-
-    @property
-    def name(self) -> str:
-        return self.about["name"]
-
-    def ask(self, do: str, **arguments) -> dict:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._log.close()
-
-    def _answer(self) -> dict:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._log.seek(0)
-            tail = "".join(self._log.readlines()[-20:])
-            raise SystemExit(f"{' '.join(self._process.args)} ended with {self._process.returncode}:\n{tail}")
-        return json.loads(line)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -87,7 +40,7 @@ def main() -> None:
     args = _parse()
     chosen = [case for case in CASES if case.name in args.cases]
     machine = report.machine()
-    _say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
+    say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
     results = []
     for model in models.MODELS if args.model == "all" else [args.model]:
         directory = models.locate(model, args.directory)
@@ -111,14 +64,14 @@ def _measure(args, model: str, directory: Path, dtype: str, chosen: list[Case]) 
                 running = [w for w in workers if case.everyone or w.name.startswith(("omni-jax", "bare"))]
                 measure = _prefill if case.kind == "prefill" else _decode
                 measured.rows.append(measure(args, case, cases.prompts(case.lengths, vocab_size), running))
-                _say(report.line(measured.rows[-1]), indent=1)
+                say(report.line(measured.rows[-1]), indent=1)
             for worker in workers:
                 worker.stop()
         for case in (case for case in chosen if case.kind == "long"):
-            _say(f"{model} {dtype}: starting the engine with a long context")
+            say(f"{model} {dtype}: starting the engine with a long context")
             worker = Worker(_engine(directory, dtype, 8192), Path(logs) / "long.log")
             measured.rows.append(_long_row(args, case, vocab_size, worker))
-            _say(report.line(measured.rows[-1]), indent=1)
+            say(report.line(measured.rows[-1]), indent=1)
             worker.stop()
     return measured
 
@@ -141,10 +94,10 @@ def _start(args, directory: Path, dtype: str, logs: Path, measured: Measured) ->
         commands[name] = [*peer, "--dtype", dtype, "--peer", name]
     workers = []
     for i, (name, command) in enumerate(commands.items()):
-        _say(f"{measured.model} {dtype}: starting {name}")
+        say(f"{measured.model} {dtype}: starting {name}")
         worker = Worker(command, logs / f"{i}.log")
         if "missing" in worker.about:
-            _say(worker.about["missing"], indent=1)
+            say(worker.about["missing"], indent=1)
             measured.missing.append(f"{name}: {worker.about['missing']}")
         else:
             workers.append(worker)
@@ -157,11 +110,11 @@ def _decode(args, case: Case, prompts: list[list[int]], workers: list[Worker]) -
     room = args.rounds * args.steps + WARMUP
     prefills, answers = {}, {worker.name: [] for worker in workers}
     for worker in workers:
-        _say(f"{case.title}: {worker.name} prefills")
+        say(f"{case.title}: {worker.name} prefills")
         prefills[worker.name] = worker.ask("open", prompts=prompts, room=room)["seconds"]
         worker.ask("decode", steps=WARMUP)
     for i in range(args.rounds):
-        _say(f"{case.title}: decode, round {i + 1} of {args.rounds}")
+        say(f"{case.title}: decode, round {i + 1} of {args.rounds}")
         for worker in workers:
             answers[worker.name].append(worker.ask("decode", steps=args.steps))
     series = [_series(name, args.steps * len(prompts), found) for name, found in answers.items()]
@@ -191,7 +144,7 @@ def _prefill(args, case: Case, prompts: list[list[int]], workers: list[Worker]) 
     """Rounds of one prefill each; one before them to warm up."""
     answers = {worker.name: [] for worker in workers}
     for i in range(-1, args.rounds):
-        _say(f"{case.title}: " + (f"round {i + 1} of {args.rounds}" if i >= 0 else "warm-up"))
+        say(f"{case.title}: " + (f"round {i + 1} of {args.rounds}" if i >= 0 else "warm-up"))
         for worker in workers:
             found = worker.ask("open", prompts=prompts, room=WARMUP)
             closed = worker.ask("close")
@@ -206,7 +159,7 @@ def _long_row(args, case: Case, vocab_size: int, worker: Worker) -> dict:
     batches = {"mixed": case.lengths, "short": (min(case.lengths),) * len(case.lengths), "alone": (max(case.lengths),)}
     seconds, prefills, peak = {}, {}, 0
     for name, lengths in batches.items():
-        _say(f"{case.title}: {name}, {len(lengths)} rows")
+        say(f"{case.title}: {name}, {len(lengths)} rows")
         prompts = cases.prompts(lengths, vocab_size)
         prefills[name] = worker.ask("open", prompts=prompts, room=args.rounds * args.steps + WARMUP)["seconds"]
         worker.ask("decode", steps=WARMUP)
@@ -224,10 +177,10 @@ def _long_row(args, case: Case, vocab_size: int, worker: Worker) -> dict:
     }
 
 
-def _series(name: str, tokens: int, answers: list[dict]) -> Series:
+def _series(name: str, amount: int, answers: list[dict]) -> Series:
     return Series(
         name=name,
-        tokens=tokens,
+        amount=amount,
         seconds=tuple(a["seconds"] for a in answers),
         others=tuple(a["others"] for a in answers),
     )
@@ -277,13 +230,6 @@ def _parse() -> argparse.Namespace:
         parser.error(f"--peer wants NAME=PYTHON[:MODEL] with a NAME of {', '.join(PEERS)}, got {args.peer}")
     args.peer = given
     return args
-
-
-_BEGIN = time.monotonic()
-
-
-def _say(text: str, indent: int = 0) -> None:
-    print(f"[{time.monotonic() - _BEGIN:5.0f} s] {'  ' * indent}{text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ SLACK = 64  # tokens more than asked for: who is prefilled first decodes while t
 
 
 class EngineCase:
-    """A benchmarks.worker.Contender. Settings are the engine's defaults, but for the dtype and max_model_len."""
+    """A benchmarks.worker.Continuer. Settings are the engine's defaults, but for the dtype and max_model_len."""
 
     def __init__(self, directory: Path, dtype: str, max_model_len: int):
         self._engine = Engine(EngineConfig(model_dir=directory, dtype=dtype, max_model_len=max_model_len))
@@ -47,7 +47,7 @@ class EngineCase:
             self._step()
         seconds = time.perf_counter() - begin
         self._settle(0.05)
-        return seconds
+        return {"seconds": seconds}
 
     def decode(self, steps):
         self._step()  # reads the step that was left on its way, and dispatches the first that counts
@@ -72,7 +72,7 @@ class EngineCase:
             self._engine.abort(name)
         while self._engine.has_work:
             self._engine.step()
-        return list(self._tokens.values())
+        return {"tokens": list(self._tokens.values())}
 
     def _step(self):
         for delta in self._engine.step():

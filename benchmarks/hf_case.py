@@ -10,7 +10,7 @@ from benchmarks.worker import serve
 
 
 class HuggingFace:
-    """A benchmarks.worker.Contender. `generate` runs in a thread, and its stopping criterion, which it calls after each
+    """A benchmarks.worker.Continuer. `generate` runs in a thread, and its stopping criterion, which it calls after each
     token, holds it when there are as many as were asked for."""
 
     def __init__(self, directory: str, dtype: str, threads: int):
@@ -34,7 +34,7 @@ class HuggingFace:
         self._left, self._begin, self._stopped = 1, time.perf_counter(), False
         self._thread = threading.Thread(target=self._generate, args=(ids, mask, room + 1), daemon=True)
         self._thread.start()
-        return self._wait()
+        return {"seconds": self._wait()}
 
     def decode(self, steps):
         self._left, self._begin = steps, time.perf_counter()
@@ -45,7 +45,7 @@ class HuggingFace:
         self._stopped = True
         self._told.put("stop")
         self._thread.join()
-        return self._output[:, self._prompt :].tolist()
+        return {"tokens": self._output[:, self._prompt :].tolist()}
 
     def _generate(self, ids, mask, room):
         try:

@@ -1,4 +1,4 @@
-"""The two models of the benchmark, as Hugging Face directories in the cache folder: trained SmolLM2, and a random model
+"""The models of benchmarks.cpu, as Hugging Face directories in the cache folder: trained SmolLM2, and a random model
 of Qwen2-0.5B's shape, whose weights are drawn by numpy from a seed.
 """
 
@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -51,71 +52,86 @@ def locate(model: str, directory: Path | None = None) -> Path:
         return directory
     if model == "smollm2":
         return demo_model()
-    return _qwen2(default_cache_dir() / "benchmarks" / "qwen2-0.5b-shape-1")
+    return made(default_cache_dir() / "benchmarks" / "qwen2-0.5b-shape-1", QWEN2_BYTES, _write_qwen2)
 
 
-def _qwen2(directory: Path) -> Path:
+def made(directory: Path, nbytes: int, write: Callable[[Path], None]) -> Path:
+    """`directory`, if it holds a whole model; else `write` fills one that then takes its place.
+
+    Args:
+        nbytes: about what the weights take.
+
+    Raises:
+        OSError: there is no room on the disk.
+    """
     if directory.is_dir() and not faults(directory):
         return directory
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     shutil.rmtree(directory, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory.parent).free
-    if free < 1.1 * QWEN2_BYTES:
-        raise OSError(f"{directory.parent} has {free:,} bytes free, the Qwen2-0.5B shape takes {QWEN2_BYTES:,}")
+    if free < 1.1 * nbytes:
+        raise OSError(f"{directory.parent} has {free:,} bytes free, the model {directory.name} takes {nbytes:,}")
     partial.mkdir()
     try:
-        (partial / "config.json").write_text(json.dumps(QWEN2, indent=2))
-        (partial / "tokenizer_config.json").write_text(
-            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
-        )
-        _tokenizer().save(str(partial / "tokenizer.json"))
-        save_file(_qwen2_weights(), partial / "model.safetensors", metadata={"format": "pt"})
+        write(partial)
         partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory
 
 
-def _tokenizer() -> Tokenizer:
-    """The 256 bytes and an end of text: enough to show any ids below 257, and nothing is measured beyond them."""
-    vocab = {token: i for i, token in enumerate(("<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())))}
+def _write_qwen2(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps(QWEN2, indent=2))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
+    )
+    byte_tokenizer("<|endoftext|>").save(str(directory / "tokenizer.json"))
+    save_file(qwen2_weights(QWEN2), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def byte_tokenizer(*specials: str) -> Tokenizer:
+    """Special tokens, then the 256 bytes: enough to show any ids below their number, and nothing is measured beyond
+    them."""
+    vocab = {token: i for i, token in enumerate((*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     return tokenizer
 
 
-def _qwen2_weights() -> dict[str, np.ndarray]:
-    """float32, [out, in]. Scaled so that activations stay near 1 and greedy output is not the same token for ever."""
-    hidden, ffn, vocab = QWEN2["hidden_size"], QWEN2["intermediate_size"], QWEN2["vocab_size"]
-    head_dim = hidden // QWEN2["num_attention_heads"]
-    tensors = {}
+def draw(name: str, *shape: int, std: float, mean: float = 0.0) -> np.ndarray:
+    """float32 of a normal distribution; each name has its own."""
+    generator = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
+    tensor = generator.standard_normal(shape, np.float32)
+    tensor *= np.float32(std)
+    tensor += np.float32(mean)
+    return tensor
 
-    def draw(name, *shape, std, mean=0.0):
-        generator = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
-        tensor = generator.standard_normal(shape, np.float32)
-        tensor *= np.float32(std)
-        tensor += np.float32(mean)
-        tensors[name] = tensor
 
-    def linear(name, rows, columns, bias=False):
-        draw(f"{name}.weight", rows, columns, std=1.5 / np.sqrt(columns))
-        if bias:
-            draw(f"{name}.bias", rows, std=0.5)
+def linear(name: str, rows: int, columns: int, *, gain: float = 1.5, bias: float = 0.0) -> dict[str, np.ndarray]:
+    """A matrix [out, in] that keeps a stream near 1, and a bias of this deviation if it is to have one."""
+    tensors = {f"{name}.weight": draw(f"{name}.weight", rows, columns, std=gain / np.sqrt(columns))}
+    return tensors | ({f"{name}.bias": draw(f"{name}.bias", rows, std=bias)} if bias else {})
 
-    draw("model.embed_tokens.weight", vocab, hidden, std=0.2)
-    for i in range(QWEN2["num_hidden_layers"]):
+
+def qwen2_weights(config: dict) -> dict[str, np.ndarray]:
+    """Qwen2 with a tied head, float32. Scaled so that activations stay near 1 and greedy output is not the same token
+    for ever."""
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    kv_size = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
+    tensors = {"model.embed_tokens.weight": draw("model.embed_tokens.weight", config["vocab_size"], hidden, std=0.2)}
+    for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            draw(f"{layer}.{name}.weight", hidden, std=0.2, mean=1.0)
-        linear(f"{layer}.self_attn.q_proj", hidden, hidden, bias=True)
-        linear(f"{layer}.self_attn.k_proj", QWEN2["num_key_value_heads"] * head_dim, hidden, bias=True)
-        linear(f"{layer}.self_attn.v_proj", QWEN2["num_key_value_heads"] * head_dim, hidden, bias=True)
-        linear(f"{layer}.self_attn.o_proj", hidden, hidden)
-        linear(f"{layer}.mlp.gate_proj", ffn, hidden)
-        linear(f"{layer}.mlp.up_proj", ffn, hidden)
-        linear(f"{layer}.mlp.down_proj", hidden, ffn)
-    draw("model.norm.weight", hidden, std=0.2, mean=1.0)
+        for name in (f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"):
+            tensors[name] = draw(name, hidden, std=0.2, mean=1.0)
+        tensors |= linear(f"{layer}.self_attn.q_proj", hidden, hidden, bias=0.5)
+        tensors |= linear(f"{layer}.self_attn.k_proj", kv_size, hidden, bias=0.5)
+        tensors |= linear(f"{layer}.self_attn.v_proj", kv_size, hidden, bias=0.5)
+        tensors |= linear(f"{layer}.self_attn.o_proj", hidden, hidden)
+        tensors |= linear(f"{layer}.mlp.gate_proj", ffn, hidden)
+        tensors |= linear(f"{layer}.mlp.up_proj", ffn, hidden)
+        tensors |= linear(f"{layer}.mlp.down_proj", hidden, ffn)
+    tensors["model.norm.weight"] = draw("model.norm.weight", hidden, std=0.2, mean=1.0)
     return tensors

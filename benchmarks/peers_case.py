@@ -44,7 +44,7 @@ class LlamaCpp:
         begin = time.perf_counter()
         for start in range(0, len(work), self.BATCH):
             self._run(work[start : start + self.BATCH])
-        return time.perf_counter() - begin
+        return {"seconds": time.perf_counter() - begin}
 
     def decode(self, steps):
         begin = time.perf_counter()
@@ -55,7 +55,7 @@ class LlamaCpp:
 
     def close(self):
         self._lib.llama_free(self._context)
-        return self._tokens
+        return {"tokens": self._tokens}
 
     def _run(self, work):
         """(token, position, sequence, whether to sample behind it), at most BATCH of them."""
@@ -104,7 +104,7 @@ class OpenVINO:
         self._tokens = [[] for _ in prompts]
         while not all(self._tokens):
             self._step()
-        return time.perf_counter() - begin
+        return {"seconds": time.perf_counter() - begin}
 
     def decode(self, steps):
         begin = time.perf_counter()
@@ -117,7 +117,7 @@ class OpenVINO:
             handle.cancel() if hasattr(handle, "cancel") else handle.drop()
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
-        return self._tokens
+        return {"tokens": self._tokens}
 
     def _step(self):
         self._pipeline.step()
@@ -154,7 +154,7 @@ class VLLM:
             self._next += 1
         while not all(self._tokens.values()):
             self._step()
-        return time.perf_counter() - begin
+        return {"seconds": time.perf_counter() - begin}
 
     def decode(self, steps):
         begin = time.perf_counter()
@@ -166,7 +166,7 @@ class VLLM:
         self._engine.abort_request(list(self._tokens))
         while self._engine.has_unfinished_requests():
             self._engine.step()
-        return list(self._tokens.values())
+        return {"tokens": list(self._tokens.values())}
 
     def _step(self):
         for output in self._engine.step():

@@ -31,7 +31,7 @@ def machine() -> dict:
 
 def markdown(document: dict) -> str:
     """The machine and, for each model and dtype, a table of decode and prefill with ratios."""
-    lines = _machine(document["machine"])
+    lines = [machine_line(document["machine"])]
     for result in document["results"]:
         lines += ["", f"### {result['model']}, {result['dtype']}", ""]
         if result["dtype"] == "bfloat16" and not document["machine"]["vectors"]["avx512_bf16"]:
@@ -48,16 +48,17 @@ def line(row: dict) -> str:
     if row["kind"] == "long":
         return f"{row['title']}: {_long(row)}"
     series = [Series(**s) for s in row["series"]]
-    speeds = ", ".join(f"{s.name} {s.tokens_per_second:.1f}" for s in series)
+    speeds = ", ".join(f"{s.name} {s.per_second:.1f}" for s in series)
     return f"{row['title']}: {speeds} tokens/s; {_ratios(series)}"
 
 
-def _machine(found: dict) -> list[str]:
+def machine_line(found: dict) -> str:
+    """What `machine` found, as a sentence."""
     vectors = ", ".join(f"{'' if there else 'no '}{flag}" for flag, there in found["vectors"].items())
-    return [
+    return (
         f"Machine: {found['cpu']}, {found['cores']} cores, {vectors}, {found['memory_gib']} GiB; "
         f"Python {found['python']}; load {found['load']} before the start."
-    ]
+    )
 
 
 def _tables(result: dict, steps: int) -> list[str]:
@@ -77,7 +78,7 @@ def _tables(result: dict, steps: int) -> list[str]:
         lines += ["|---" * (len(names) + 3) + "|"]
     for row in measured:
         series = {s["name"]: Series(**s) for s in row["series"]}
-        speeds = [f"{series[n].tokens_per_second:.1f}" if n in series else "" for n in names]
+        speeds = [f"{series[n].per_second:.1f}" if n in series else "" for n in names]
         kind = "" if row["kind"] == "prefill" else "decode, "
         lines.append(
             f"| {kind}{row['title']} | {' | '.join(speeds)} | {_loop_ratio(series)} | {_torch_ratio(series)} |"

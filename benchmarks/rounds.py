@@ -1,7 +1,9 @@
 """Statistics of interleaved rounds, and what they are worth. No measuring here."""
 
 import dataclasses
+import math
 import statistics
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -10,20 +12,20 @@ class Series:
 
     Attributes:
         name: of the contender.
-        tokens: tokens computed a round.
+        amount: tokens computed a round, or whatever else is counted.
         seconds: of each round; round i of all contenders of a case were measured one right after another.
         others: cores that other processes kept busy during each round.
     """
 
     name: str
-    tokens: int
+    amount: int
     seconds: tuple[float, ...]
     others: tuple[float, ...] = ()
 
     @property
-    def tokens_per_second(self) -> float:
+    def per_second(self) -> float:
         """Median of the rounds."""
-        return statistics.median(self.tokens / seconds for seconds in self.seconds)
+        return statistics.median(self.amount / seconds for seconds in self.seconds)
 
 
 def speedup(one: Series, other: Series) -> float:
@@ -39,12 +41,12 @@ def speedup(one: Series, other: Series) -> float:
             "ratios need the same rounds"
         )
     pairs = zip(one.seconds, other.seconds, strict=True)
-    return statistics.median((one.tokens / mine) / (other.tokens / theirs) for mine, theirs in pairs)
+    return statistics.median((one.amount / mine) / (other.amount / theirs) for mine, theirs in pairs)
 
 
 def faster(series: list[Series]) -> Series:
-    """The one with most tokens per second."""
-    return max(series, key=lambda s: s.tokens_per_second)
+    """The one with most per second."""
+    return max(series, key=lambda s: s.per_second)
 
 
 def first_difference(one: list[list[int]], other: list[list[int]]) -> dict[int, int]:
@@ -63,3 +65,20 @@ def long_row_ratio(mixed: float, short: float, alone: float) -> float:
     """Cost of a long row among short ones against the cost of as many rows, all short, plus that of the long row alone.
     All in seconds a step."""
     return mixed / (short + alone)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of the values that so large a share of them does not exceed (nearest rank)."""
+    return sorted(values)[max(1, math.ceil(share * len(values))) - 1]
+
+
+def largest_gap_allowed(*, step: float, longest_slice: float) -> float:
+    """Seconds a stream may wait at most for its next token while pictures are in work: a plain step, and one slice of
+    the vision tower with half as much again for what comes with it."""
+    return step + 1.5 * longest_slice
+
+
+def largest_slice(pictures: Sequence[Sequence[float]]) -> float:
+    """Seconds of the longest slice of like pictures: the median over them of each one's longest, so that a slow moment
+    of the machine in one of them allows nothing."""
+    return statistics.median(max(slices) for slices in pictures)

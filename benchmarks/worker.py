@@ -13,17 +13,21 @@ from typing import Any, Protocol
 
 
 class Contender(Protocol):
-    """Something that continues token sequences greedily, all of them in one batch."""
+    """What is measured. Its other public methods are commands: they take and return what JSON can say."""
 
     def describe(self) -> dict[str, Any]:
         """What is being measured: at least "name" and "version"."""
         ...
 
-    def open(self, prompts: list[list[int]], room: int) -> float:
+
+class Continuer(Contender, Protocol):
+    """Something that continues token sequences greedily, all of them in one batch."""
+
+    def open(self, prompts: list[list[int]], room: int) -> dict[str, Any]:
         """Prepares (compiles) for these prompts and `room` tokens after each, then computes the first token of each.
 
         Returns:
-            seconds until every sequence had its first token, preparation left out.
+            {"seconds": until every sequence had its first token, preparation left out}.
         """
         ...
 
@@ -31,16 +35,16 @@ class Contender(Protocol):
         """Computes `steps` more tokens of each. At least {"seconds": ...}; nothing may go on computing behind it."""
         ...
 
-    def close(self) -> list[list[int]]:
-        """Forgets the sequences; the tokens each of them has got."""
+    def close(self) -> dict[str, Any]:
+        """Forgets the sequences. {"tokens": those each of them has got}."""
         ...
 
 
 def serve(name: str, make: Callable[[], Contender]) -> None:
     """Answers commands until standard input ends. The first line that is written says what the contender is.
 
-    Commands are {"do": "open", "prompts", "room"}, {"do": "decode", "steps"} and {"do": "close"}. Each answer is an
-    object; those of open and decode have "seconds" and "others", how many cores other processes kept busy meanwhile.
+    A command is {"do": a method's name, and its arguments}. Its answer is what the method returns, with "others", how
+    many cores other processes kept busy meanwhile, and "peak_mib".
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to the log
@@ -58,14 +62,8 @@ def serve(name: str, make: Callable[[], Contender]) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         before = _busy()
-        if command["do"] == "open":
-            seconds = contender.open(command["prompts"], command["room"])
-            answer(seconds=seconds, others=_others(before), peak_mib=peak_mib())
-        elif command["do"] == "decode":
-            found = contender.decode(command["steps"])
-            answer(**found, others=_others(before), peak_mib=peak_mib())
-        elif command["do"] == "close":
-            answer(tokens=contender.close(), peak_mib=peak_mib())
+        found = getattr(contender, command.pop("do"))(**command)
+        answer(**found, others=_others(before), peak_mib=peak_mib())
 
 
 def peak_mib() -> int:

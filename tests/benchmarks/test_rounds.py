@@ -6,27 +6,27 @@ from benchmarks.rounds import Series, faster, first_difference, long_row_ratio, 
 
 def test_a_speedup_compares_within_rounds():
     # The machine was three times slower in the second round; medians taken apart would say 2.0 / 1.5.
-    mine = Series(name="mine", tokens=8, seconds=(1.0, 3.0, 1.0))
-    theirs = Series(name="theirs", tokens=8, seconds=(1.5, 4.5, 1.5))
+    mine = Series(name="mine", amount=8, seconds=(1.0, 3.0, 1.0))
+    theirs = Series(name="theirs", amount=8, seconds=(1.5, 4.5, 1.5))
     assert speedup(mine, theirs) == pytest.approx(1.5)
     assert speedup(theirs, mine) == pytest.approx(1 / 1.5)
 
 
 def test_a_speedup_counts_tokens_and_ignores_one_bad_round():
-    mine = Series(name="mine", tokens=16, seconds=(2.0, 2.0, 40.0))
-    theirs = Series(name="theirs", tokens=8, seconds=(1.0, 1.0, 1.0))
+    mine = Series(name="mine", amount=16, seconds=(2.0, 2.0, 40.0))
+    theirs = Series(name="theirs", amount=8, seconds=(1.0, 1.0, 1.0))
     assert speedup(mine, theirs) == pytest.approx(1.0)
 
 
 def test_rounds_that_do_not_pair_are_refused():
     with pytest.raises(ValueError, match="mine has 2 rounds and theirs has 1"):
-        speedup(Series(name="mine", tokens=1, seconds=(1.0, 1.0)), Series(name="theirs", tokens=1, seconds=(1.0,)))
+        speedup(Series(name="mine", amount=1, seconds=(1.0, 1.0)), Series(name="theirs", amount=1, seconds=(1.0,)))
 
 
 def test_the_faster_by_the_median_of_rounds():
-    steady = Series(name="steady", tokens=10, seconds=(1.0, 1.0, 1.0))
-    lucky = Series(name="lucky", tokens=10, seconds=(0.1, 2.0, 2.0))
-    assert steady.tokens_per_second == pytest.approx(10.0)
+    steady = Series(name="steady", amount=10, seconds=(1.0, 1.0, 1.0))
+    lucky = Series(name="lucky", amount=10, seconds=(0.1, 2.0, 2.0))
+    assert steady.per_second == pytest.approx(10.0)
     assert faster([lucky, steady]) is steady
 
 

@@ -1,0 +1,50 @@
+"""Pictures to be prepared and encoded, made here from a seed: no photo lies in the repository."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+QUALITY = 90  # of the JPEG files
+PATCH_BYTES = (3, 1, 14, 14)  # of a still picture's patch: channels, frames, rows, columns
+
+
+def photo(width: int, height: int, seed: int) -> Image.Image:
+    """Blotches of all sizes from the whole picture down to a pixel, with less contrast the smaller they are, as in a
+    photo: a JPEG file of it has some 2 bits a pixel, and no part is cheaper to decode than the rest."""
+    draw = np.random.Generator(np.random.PCG64([seed, width, height]))
+    total = np.zeros((height, width, 3), np.float32)
+    size = 2
+    while size < 2 * max(width, height):
+        coarse = draw.integers(0, 256, (max(1, size * height // width), size, 3), np.uint8)
+        layer = Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
+        total += (np.asarray(layer, np.float32) - 127.5) / size**0.4
+        size *= 2
+    return Image.fromarray((127.5 + total).clip(0, 255).astype(np.uint8))
+
+
+def jpeg(width: int, height: int, seed: int) -> bytes:
+    """A photo as a file."""
+    file = io.BytesIO()
+    photo(width, height, seed).save(file, "JPEG", quality=QUALITY)
+    return file.getvalue()
+
+
+def write_jpegs(folder: Path, sizes: list[tuple[int, int]]) -> list[str]:
+    """One file for each (width, height), no two alike; their absolute paths."""
+    paths = []
+    for seed, (width, height) in enumerate(sizes):
+        paths.append(str((folder / f"{seed}-{width}x{height}.jpg").resolve()))
+        Path(paths[-1]).write_bytes(jpeg(width, height, seed))
+    return paths
+
+
+def write_patches(folder: Path, grids: list[tuple[int, int]]) -> list[str]:
+    """For each grid (rows, columns) of patches a .npy file of random ones; their absolute paths."""
+    paths = []
+    for seed, (rows, columns) in enumerate(grids):
+        draw = np.random.Generator(np.random.PCG64([seed, rows, columns]))
+        paths.append(str((folder / f"{seed}-{rows}x{columns}.npy").resolve()))
+        np.save(paths[-1], draw.integers(0, 256, (rows * columns, *PATCH_BYTES), np.uint8))
+    return paths

@@ -1,0 +1,129 @@
+"""What benchmarks.vision measured, as text, with each target reached or not."""
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.report import ENGINE, machine_line
+from benchmarks.rounds import Series, faster, percentile, speedup
+
+TARGETS = {"preprocess": 0.9, "tower": 1.0}  # times the speed of the fastest other contender
+TITLES = {"preprocess": "Preprocessing", "tower": "Vision tower", "gaps": "Gaps between tokens"}
+
+
+def markdown(document: dict) -> str:
+    """The machine, and a table for each part."""
+    lines = [machine_line(document["machine"])]
+    for part, found in document["parts"].items():
+        lines += ["", f"### {TITLES[part]}", ""]
+        for about in found["contenders"]:
+            lines.append(f"- {about['name']}: {about['version']}")
+        lines += [f"- {missing}" for missing in found["missing"]]
+        lines += ["", *(_gaps(found) if part == "gaps" else _speeds(found))]
+        verdict = [_verdict(target, reached) for target, reached in verdicts({"parts": {part: found}})]
+        lines += ["", *(verdict or ["There is nothing to compare with."])]
+    return "\n".join(lines) + "\n"
+
+
+def verdicts(document: dict) -> list[tuple[str, bool]]:
+    """(target, whether it was reached) of everything that has one. A part has to reach its own in every row."""
+    found = []
+    for part, measured in document["parts"].items():
+        if part == "gaps":
+            most, allowed = max(measured["pictures"]["gaps"]), measured["allowed"]
+            found.append((f"largest gap {_ms(most)}, at most {_ms(allowed)} allowed", most <= allowed))
+            continue
+        ratios = {row["title"]: ratio for row in measured["rows"] if (ratio := _ratio(row)) is not None}
+        if ratios:
+            missed = [f"{ratio:.2f} at {title}" for title, ratio in ratios.items() if ratio < TARGETS[part]]
+            asked = f"{TITLES[part].lower()}, {TARGETS[part]} times the fastest other asked for"
+            found.append((f"{asked}, {' and '.join(missed) or f'{min(ratios.values()):.2f} or more'}", not missed))
+    return found
+
+
+def line(row: dict) -> str:
+    """A row in one line, for progress."""
+    series = _series(row)
+    speeds = ", ".join(f"{name} {one.per_second:.2f}" for name, one in series.items())
+    ratio = _ratio(row)
+    return f"{row['title']}: {speeds} pictures/s" + ("" if ratio is None else f"; {ratio:.2f} of the fastest other")
+
+
+def gaps_line(part: dict) -> str:
+    """The part in one line, for progress."""
+    plain, beside = (max(part[name]["gaps"]) for name in ("plain", "pictures"))
+    return f"largest gap {_ms(plain)}, beside pictures {_ms(beside)}; {_ms(part['allowed'])} allowed"
+
+
+def _speeds(part: dict) -> list[str]:
+    names = [about["name"] for about in part["contenders"]]
+    others = [name for name in names if name != ENGINE]
+    head = ["pictures/s", *names, *(f"engine / {name}" for name in others)]
+    lines = [_cells(head), "|---" * len(head) + "|"]
+    for row in part["rows"]:
+        series = _series(row)
+        ratios = [f"{speedup(series[ENGINE], series[name]):.2f}" for name in others]
+        lines.append(_cells([row["title"], *(f"{series[name].per_second:.2f}" for name in names), *ratios]))
+    peaks = [max(row["peak_mib"][name] for row in part["rows"]) for name in names]
+    lines.append(_cells(["most memory, MiB", *peaks, *("" for _ in others)]))
+    notes = [
+        f"Features differ from those of {name} by at most {most:.1e}."
+        for name, most in part.get("differences", {}).items()
+    ]
+    busiest = max(other for row in part["rows"] for s in row["series"] for other in s["others"])
+    if busiest > 0.1:
+        notes.append(f"Other processes used up to {busiest:.2f} cores.")
+    return [*lines, "", *notes] if notes else lines
+
+
+def _gaps(part: dict) -> list[str]:
+    plain, beside = part["plain"], part["pictures"]
+    during = [gap for gap, work in zip(beside["gaps"], beside["during"], strict=True) if work]
+    count = len(beside["first_token_seconds"])
+    rows = {
+        "plain": plain["gaps"],
+        f"{count} pictures among them": beside["gaps"],
+        "of these, while pictures were in work": during,
+    }
+    lines = [_cells(["a stream's gaps, ms", "number", "p50", "p95", "p99", "max"]), "|---" * 6 + "|"]
+    for name, gaps in rows.items():
+        at = [percentile(gaps, share) for share in (0.5, 0.95, 0.99, 1.0)] if gaps else []
+        lines.append(_cells([name, len(gaps), *(f"{1e3 * gap:.1f}" for gap in at)]))
+    width, height = part["size"]
+    firsts = beside["first_token_seconds"]
+    alone = part["alone"]["slice_seconds"]
+    lines += [
+        "",
+        f"- A plain step takes {_ms(part['step_seconds'])} (median).",
+        f"- The longest slice of the tower takes {_ms(part['slice_seconds'])} when a picture of {width} x {height} "
+        f"is alone (median of {len(alone)} pictures). Beside the stream it took {_ms(max(beside['slice_seconds']))} "
+        f"with the steps it waited for, which would allow {_ms(part['allowed_beside'])}.",
+        f"- First tokens about the pictures came {min(firsts):.1f} to {max(firsts):.1f} s after they were sent "
+        f"(median {statistics.median(firsts):.1f} s), the last of their answers ended after "
+        f"{beside['pictures_seconds']:.1f} s.",
+        f"- {beside['compiles_after_warmup']} compilations after warm-up.",
+    ]
+    busiest = max(plain["others"], beside["others"])
+    return [*lines, f"- Other processes used up to {busiest:.2f} cores."] if busiest > 0.1 else lines
+
+
+def _series(row: dict) -> dict[str, Series]:
+    return {s["name"]: Series(**s) for s in row["series"]}
+
+
+def _ratio(row: dict) -> float | None:
+    """Times the speed of the fastest other contender; None where there is no other."""
+    series = _series(row)
+    others = [one for name, one in series.items() if name != ENGINE]
+    return speedup(series[ENGINE], faster(others)) if others else None
+
+
+def _verdict(target: str, reached: bool) -> str:
+    return f"{target[0].upper()}{target[1:]}: " + ("**reached**." if reached else "**missed**.")
+
+
+def _cells(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
