@@ -24,6 +24,15 @@ def sentencepiece(tmp_path_factory) -> Tokenizer:
     )
 
 
+@pytest.fixture(scope="session")
+def vision_tokenizer(tmp_path_factory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizers") / "vision"
+    template = vocabularies.VISION_CHATML
+    return Tokenizer.from_directory(
+        vocabularies.write_directory(path, vocabularies.vision(), chat_template=template, eos_token="<|im_end|>")
+    )
+
+
 @pytest.fixture(params=["byte_level", "sentencepiece"])
 def tokenizer(request) -> Tokenizer:
     return request.getfixturevalue(request.param)

@@ -10,7 +10,9 @@ import av
 import numpy as np
 from PIL import Image
 
+from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
+from omni_jax.models import VisionConfig
 
 QWEN2_VL = {
     "min_pixels": 3136,
@@ -44,6 +46,30 @@ def settings(**changes) -> VisionSettings:
         "resample": 3,
     }
     return VisionSettings(**values | changes)
+
+
+def vision_config(tokenizer: Tokenizer, **changes) -> VisionConfig:
+    """Of a model that reads what these settings make; its placeholders are the tokenizer's."""
+    image, film = (tokenizer.encode(token)[0] for token in ("<|image_pad|>", "<|video_pad|>"))
+    values = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "hidden_act": "quick_gelu",
+        "rms_norm": False,
+        "window_size": None,
+        "full_attention_layers": (0, 1),
+        "tokens_per_second": None,
+        "image_token_id": image,
+        "video_token_id": film,
+    }
+    return VisionConfig(**values | changes)
 
 
 def noise(width: int, height: int, *, seed: int = 0, channels: int = 3) -> np.ndarray:

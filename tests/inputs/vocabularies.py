@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 # Trained on, so that merges cross the bytes of a character and the borders between characters.
 CORPUS = (
@@ -20,6 +21,17 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}\ncall {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Does what Qwen2-VL's does: parts in their order, a slot for each picture and film, a system prompt by default.
+VISION_CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -39,6 +51,13 @@ def byte_level() -> Tokenizer:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False), AddedToken("   tab")])
+    return tokenizer
+
+
+def vision() -> Tokenizer:
+    """byte_level with the special tokens that pictures and film need."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in VISION])
     return tokenizer
 
 
