@@ -110,9 +110,14 @@ def chat_prompt(
     """
     if vision is None:
         return Prompt(ids=tuple(tokenizer.render_chat(messages, **template)))
-    return expand(
-        tokenizer.render_chat(messages, modalities=modalities_of(tokenizer, vision), **template), items, vision
-    )
+    if missing := sorted({item.modality for item in items} - tokenizer.media_slots):
+        raise InvalidRequest(
+            f"the model's chat template has no place for a part of the kind {' or '.join(missing)}; start the server "
+            "with --chat-template and one that has",
+            param="messages",
+        )
+    ids = tokenizer.render_chat(messages, modalities=modalities_of(tokenizer, vision), **template)
+    return expand(ids, items, vision)
 
 
 def modalities_of(tokenizer: Tokenizer, vision: "VisionConfig | None") -> tuple[Modality, ...]:

@@ -319,7 +319,7 @@ def test_parts_are_found_in_order_and_place():
         ("image", "messages[4].content[0]"),
         ("video", "messages[5].content[0]"),
         ("video", "messages[5].content[1]"),
-        ("image", "messages[6].content[0]"),
+        ("image", "messages[5].content[2]"),
     ]
     assert [part.source for part in parts] == ["http://h/a.png", "x", "data:x", array, [array, "b.png"], b"mp4", b"x"]
     assert [dict(part.options) for part in parts] == [{}, {}, {"fps": 1}, options, {}, {}, {}]
