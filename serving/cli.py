@@ -261,7 +261,7 @@ def generate(
         params = SamplingParams(**(of_model | given), max_tokens=max_tokens, ignore_eos=ignore_eos)
         if chat is None:
             chat = system is not None or bool(media) or llm.tokenizer.has_chat_template
-        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": [*media, {"type": "text", "text": prompt}] if media else prompt})
         pieces = []
         for text in llm.stream(messages if chat else prompt, params):

@@ -120,9 +120,9 @@ async def open_session(
     Args:
         resolver: names to addresses; by default the system's, in threads of its own.
     """
-    resolver = resolver or _Resolver()
+    names = resolver or _Resolver()
     connector = aiohttp.TCPConnector(
-        resolver=resolver,
+        resolver=names,
         socket_factory=functools.partial(_checked_socket, policy),
         limit=MAX_CONNECTIONS,
         use_dns_cache=False,
@@ -138,7 +138,7 @@ async def open_session(
         try:
             yield session
         finally:
-            await resolver.close()
+            await names.close()
 
 
 async def fetch(

@@ -8,8 +8,18 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from omni_jax.inputs import MediaItem, MediaPart, Prompt, chat_prompt, media_parts, modalities_of, pack_part
-from omni_jax.inputs.image import VisionSettings, pixel_bounds
+from omni_jax.inputs import (
+    MediaItem,
+    MediaPart,
+    Prompt,
+    VisionInputs,
+    VisionSettings,
+    chat_prompt,
+    media_parts,
+    modalities_of,
+    pack_part,
+)
+from omni_jax.inputs.image import pixel_bounds
 from omni_jax.requests import InvalidRequest
 from serving.media import fetch
 from serving.protocol import PROCESSOR_OPTIONS, Conversation, processor_options
@@ -35,16 +45,16 @@ async def render(server: Server, conversation: Conversation, body: Mapping[str, 
     vision, tokenizer = server.engine.vision, server.engine.tokenizer
     items: list[MediaItem] = []
     if vision is not None:
-        parts = await server.in_thread(_wanted, server, conversation)
+        parts = await server.in_thread(_wanted, server, conversation, vision)
         slots = asyncio.Semaphore(FETCHES)
         items = await _together([_load(server, part, vision.settings, slots) for part in parts])
     make = partial(chat_prompt, **conversation.template_arguments(body))
     return await server.in_thread(make, tokenizer, vision and vision.config, conversation.messages, items)
 
 
-def _wanted(server: Server, conversation: Conversation) -> list[MediaPart]:
+def _wanted(server: Server, conversation: Conversation, vision: VisionInputs) -> list[MediaPart]:
     """What is to be fetched, in order. Everything that can be refused without fetching is refused here."""
-    vision, field = server.engine.vision, "mm_processor_kwargs"
+    field = "mm_processor_kwargs"
     given = conversation.mm_processor_kwargs or {}
     _check_allowed(server, given, field)
     of_request = processor_options(given, where=field, param=field)
