@@ -4,7 +4,8 @@
   of the tile sees to the last. Tiles of other images are never read.
 - Many short segments (`longest`): a loop over groups of segments, each cut out at its start and padded to the longest.
 
-All loops have trip counts that depend on the data: padding behind the last segment costs nothing.
+All loops have trip counts that depend on the data: padding behind the last segment costs nothing. What they write is
+float32, for XLA for CPU would convert a whole bfloat16 array, and back, around each write into it.
 """
 
 import functools
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Measured on two cores without AVX-512 (docs/performance.md): XLA's product for CPU puts one of [512, 80] x [80, 256]
-# on all cores and keeps smaller ones on one. A few heads at a time keep the scores in the cache.
+# Measured with 16 heads of 80 in float32 on two cores without AVX-512: XLA's product for CPU spreads [512, 80] x [80,
+# 256] over the cores and leaves smaller ones on one. A few heads at a time keep the scores in the cache.
 QUERY_TILE = 512
 KEY_TILE = 256
 HEADS = 4
@@ -33,7 +34,7 @@ def attention(query, key, value, first, last, *, scale, longest):
         out = _long(scaled, key, value, first, last, live)
     else:
         out = _short(scaled, key, value, first, last, live, longest)
-    return jnp.where(live[:, None, None], out, 0)
+    return jnp.where(live[:, None, None], out, 0).astype(query.dtype)
 
 
 def _long(query, key, value, first, last, live):
@@ -78,10 +79,11 @@ def _long(query, key, value, first, last, live):
         zeros = jnp.zeros((together, query_tile), jnp.float32)
         state = (jnp.zeros((together, query_tile, head_dim), jnp.float32), jnp.full_like(zeros, MASKED), zeros)
         total, _, mass = lax.fori_loop(low[tile] // key_tile, -(-high[tile] // key_tile), key_trip, state)
-        done = (total / jnp.maximum(mass, 1e-30)[..., None]).astype(query.dtype)
+        done = total / jnp.maximum(mass, 1e-30)[..., None]
         return lax.dynamic_update_slice(out, done[None], (group, 0, start, 0))
 
-    out = lax.fori_loop(0, heads // together * used_tiles, query_trip, jnp.zeros_like(queries))
+    out = jnp.zeros(queries.shape, jnp.float32)
+    out = lax.fori_loop(0, heads // together * used_tiles, query_trip, out)
     return out.transpose(2, 0, 1, 3).reshape(-1, heads, head_dim)[:n]
 
 
@@ -110,13 +112,13 @@ def _short(query, key, value, first, last, live, longest):
         total = jnp.einsum(
             "shqk,shkd->shqd", weights.astype(query.dtype), some_values, preferred_element_type=jnp.float32
         )
-        done = (total / weights.sum(axis=-1, keepdims=True)).astype(query.dtype)
+        done = total / weights.sum(axis=-1, keepdims=True)
         # A short segment writes past its end; the next one, written after it, puts that right.
         for s in range(SEGMENTS):
             out = lax.dynamic_update_slice(out, done[s][None], (0, 0, starts[s], 0))
         return out
 
-    out = lax.fori_loop(0, -(-used // SEGMENTS), trip, jnp.zeros_like(queries))
+    out = lax.fori_loop(0, -(-used // SEGMENTS), trip, jnp.zeros(queries.shape, jnp.float32))
     return out[0, :, :n].swapaxes(0, 1)
 
 

@@ -3,7 +3,9 @@ configuration.
 
 It comes in three modules, because it is run in slices of layers: PatchEmbed, Block (of which there are `depth`), and
 Merger. All take patches in the order of `vision_layout.layout`, of several images one after another, with padding
-wherever first == last. Matrices are stored as in decoder.py: those that widen [in, out], those that narrow [out, in].
+wherever first == last. Matrices are all stored [out, in]: calls have hundreds of rows at least, and the CPU's product
+likes that layout a little better then, also where the matrix widens (it is the other way round for the few rows of a
+decode step).
 """
 
 from typing import NamedTuple
@@ -77,15 +79,14 @@ def _norm(config: VisionConfig, dtype) -> RMSNorm | LayerNorm:
 
 
 class Linear(nnx.Module):
-    """A matrix and a bias: the weight is stored [in, out], or [out, in] with `out_in`."""
+    """A matrix [out, in] and a bias."""
 
-    def __init__(self, inputs: int, outputs: int, dtype, *, out_in: bool):
-        self.weight = nnx.Param(jnp.zeros((outputs, inputs) if out_in else (inputs, outputs), dtype))
+    def __init__(self, inputs: int, outputs: int, dtype):
+        self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype))
-        self.out_in = out_in
 
     def __call__(self, x: Float[Array, "n in"]) -> Float[Array, "n out"]:
-        return project(x, self.weight[...], out_in=self.out_in) + self.bias[...][None, :]
+        return project(x, self.weight[...], out_in=True) + self.bias[...][None, :]
 
 
 def _in_float32(function, x):
@@ -124,8 +125,8 @@ class Attention(nnx.Module):
     def __init__(self, config: VisionConfig, dtype):
         self.heads, self.head_dim = config.num_heads, config.hidden_size // config.num_heads
         self.longest = longest_window(config)
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype, out_in=False)
-        self.out = Linear(config.hidden_size, config.hidden_size, dtype, out_in=True)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype)
+        self.out = Linear(config.hidden_size, config.hidden_size, dtype)
 
     def __call__(self, x, cos, sin, batch: PatchBatch, full: bool):
         n = x.shape[0]
@@ -149,8 +150,8 @@ class QuickMLP(nnx.Module):
     """Two matrices around x * sigmoid(1.702 x), which comes near to GELU (Qwen2-VL)."""
 
     def __init__(self, config: VisionConfig, dtype):
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size, dtype, out_in=False)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size, dtype, out_in=True)
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size, dtype)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size, dtype)
 
     def __call__(self, x):
         return self.fc2(_in_float32(lambda y: y * jax.nn.sigmoid(1.702 * y), self.fc1(x)))
@@ -160,8 +161,8 @@ class GatedMLP(nnx.Module):
     """SwiGLU with biases (Qwen2.5-VL)."""
 
     def __init__(self, config: VisionConfig, dtype):
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, dtype, out_in=False)
-        self.down = Linear(config.intermediate_size, config.hidden_size, dtype, out_in=True)
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, dtype)
+        self.down = Linear(config.intermediate_size, config.hidden_size, dtype)
 
     def __call__(self, x):
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
@@ -199,8 +200,8 @@ class Merger(nnx.Module):
     def __init__(self, config: VisionConfig, dtype):
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.norm = _norm(config, dtype)
-        self.fc1 = Linear(self.width, self.width, dtype, out_in=False)
-        self.fc2 = Linear(self.width, config.out_hidden_size, dtype, out_in=True)
+        self.fc1 = Linear(self.width, self.width, dtype)
+        self.fc2 = Linear(self.width, config.out_hidden_size, dtype)
 
     def __call__(self, x: Float[Array, "n hidden"]) -> Float[Array, "features out_hidden"]:
         merged = self.fc1(self.norm(x).reshape(-1, self.width))
@@ -218,11 +219,8 @@ def weight_sources(config: VisionConfig) -> dict[str, tuple[tuple[str, ...], boo
     transposed?). Paths begin with the module: `patch_embed.`, `blocks.{i}.` or `merger.`. The convolution of the
     checkpoint has five axes where the parameter has two: reshape it to [hidden, -1]."""
 
-    def linear(here: str, there: tuple[str, ...], transposed: bool) -> dict[str, tuple[tuple[str, ...], bool]]:
-        return {
-            here + ".weight": (tuple(name + ".weight" for name in there), transposed),
-            here + ".bias": (tuple(name + ".bias" for name in there), False),
-        }
+    def linear(here: str, *there: str) -> dict[str, tuple[tuple[str, ...], bool]]:
+        return {here + part: (tuple(name + part for name in there), False) for part in (".weight", ".bias")}
 
     def norm(here: str, there: str) -> dict[str, tuple[tuple[str, ...], bool]]:
         parts = (".weight",) if config.rms_norm else (".weight", ".bias")
@@ -233,15 +231,12 @@ def weight_sources(config: VisionConfig) -> dict[str, tuple[tuple[str, ...], boo
         here, there = f"blocks.{i}.", f"visual.blocks.{i}."
         mlp = there + "mlp."
         sources |= norm(here + "norm1", there + "norm1") | norm(here + "norm2", there + "norm2")
-        sources |= linear(here + "attention.qkv", (there + "attn.qkv",), True)
-        sources |= linear(here + "attention.out", (there + "attn.proj",), False)
+        sources |= linear(here + "attention.qkv", there + "attn.qkv")
+        sources |= linear(here + "attention.out", there + "attn.proj")
         if config.hidden_act == "silu":
-            sources |= linear(here + "mlp.gate_up", (mlp + "gate_proj", mlp + "up_proj"), True)
-            sources |= linear(here + "mlp.down", (mlp + "down_proj",), False)
+            sources |= linear(here + "mlp.gate_up", mlp + "gate_proj", mlp + "up_proj")
+            sources |= linear(here + "mlp.down", mlp + "down_proj")
         else:
-            sources |= linear(here + "mlp.fc1", (mlp + "fc1",), True)
-            sources |= linear(here + "mlp.fc2", (mlp + "fc2",), False)
+            sources |= linear(here + "mlp.fc1", mlp + "fc1") | linear(here + "mlp.fc2", mlp + "fc2")
     sources |= norm("merger.norm", "visual.merger.ln_q")
-    sources |= linear("merger.fc1", ("visual.merger.mlp.0",), True)
-    sources |= linear("merger.fc2", ("visual.merger.mlp.2",), False)
-    return sources
+    return sources | linear("merger.fc1", "visual.merger.mlp.0") | linear("merger.fc2", "visual.merger.mlp.2")
