@@ -86,7 +86,7 @@ def pack_part(part: MediaPart, settings: VisionSettings, source: Any = None) -> 
         if "num_frames" in options:
             raise InvalidRequest("num_frames is for film in a file; of a list of frames, all are taken")
         frames = source if isinstance(source, list | tuple) or getattr(source, "ndim", 0) == 4 else [source]
-        return pack_video(film_of(frames, settings, fps=options.get("fps")), settings, **bounds)
+        return pack_video(film_of(frames, settings, fps=options.get("fps"), **bounds), settings, **bounds)
     except InvalidRequest as error:
         raise InvalidRequest(f"{part.where}: {error}", param="messages") from error
 

@@ -60,7 +60,7 @@ class Frames:
     Attributes:
         images: at least one.
         seconds_per_frame: from one of these to the next.
-        source_size: (height, width) the film has, where decode_video has resized its frames already; else None.
+        source_size: (height, width) the film has, where its frames were resized already; else None.
     """
 
     images: Sequence[Image.Image]
@@ -144,11 +144,20 @@ def decode_video(
     return Frames(images=images, seconds_per_frame=1 / sampled, source_size=source)
 
 
-def film_of(images: Sequence, settings: VisionSettings, *, fps: float | None = None) -> Frames:
-    """A film from a list of its frames: Pillow images, arrays, or the bytes of picture files.
+def film_of(
+    images: Sequence,
+    settings: VisionSettings,
+    *,
+    fps: float | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> Frames:
+    """A film from a list of its frames: Pillow images, arrays, or the bytes of picture files. Each is resized as soon
+    as it is decoded: small files may hold large pictures, and there may be many.
 
     Args:
         fps: how many of them are a second; settings.fps when None.
+        min_pixels, max_pixels: of a resized frame, as in pack_video.
 
     Raises:
         InvalidRequest: none, too many or of different sizes; what as_image and to_rgb refuse, with the frame's place.
@@ -156,20 +165,26 @@ def film_of(images: Sequence, settings: VisionSettings, *, fps: float | None = N
     _check_sampling(settings, fps, None)
     if not 1 <= len(images) <= settings.max_frames:
         raise _invalid(f"the film has {len(images)} frames; 1 to {settings.max_frames} are possible")
-    pictures = []
+    low, high = pixel_bounds(min_pixels, max_pixels, least=settings.video_min_pixels, most=settings.video_max_pixels)
+    pictures: list[Image.Image] = []
+    source = size = (0, 0)
     for i, image in enumerate(images):
         try:
-            pictures.append(to_rgb(as_image(image)))
+            picture = to_rgb(as_image(image))
         except InvalidRequest as error:
             raise _invalid(f"frame {i}: {error}") from error
-        if pictures[i].size != pictures[0].size:
+        if not pictures:
+            source = (picture.height, picture.width)
+            size = frame_size(*source, len(images), settings, min_pixels=low, max_pixels=high)
+        if (picture.height, picture.width) != source:
             raise _invalid(
-                f"frame {i} is {pictures[i].width} x {pictures[i].height} pixels and frame 0 is "
-                f"{pictures[0].width} x {pictures[0].height}; the frames of a film have one size"
+                f"frame {i} is {picture.width} x {picture.height} pixels and frame 0 is {source[1]} x {source[0]}; the "
+                "frames of a film have one size"
             )
+        pictures.append(_resized(picture, size, settings))
     rate = fps or settings.fps
     _check_seconds(len(images), rate)
-    return Frames(images=pictures, seconds_per_frame=1 / rate)
+    return Frames(images=pictures, seconds_per_frame=1 / rate, source_size=source)
 
 
 def pack_video(
@@ -180,7 +195,7 @@ def pack_video(
 
     Args:
         min_pixels, max_pixels: of a resized frame; replace the settings', and max_pixels may only be smaller. Of frames
-            from decode_video, they must be those given there.
+            from decode_video or film_of, they must be those given there.
 
     Raises:
         InvalidRequest: see pixel_bounds and resized_size.
