@@ -214,9 +214,7 @@ def open_image(data: bytes, *, max_source_pixels: int = MAX_SOURCE_PIXELS) -> Im
     except _TOO_LARGE as error:
         raise _invalid(f"the picture has too many pixels, at most {max_source_pixels:,} are decoded: {error}") from None
     except PIL.UnidentifiedImageError:
-        raise _invalid(
-            f"the {len(data):,} bytes are no picture in a known format ({', '.join(FORMATS)})"
-        ) from None
+        raise _invalid(f"the {len(data):,} bytes are no picture in a known format ({', '.join(FORMATS)})") from None
     except _DAMAGED as error:
         raise _invalid(f"the picture is damaged: {_first_line(error)}") from error
     check_pixels(image.width, image.height, "the picture", max_source_pixels)

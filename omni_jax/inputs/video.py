@@ -355,8 +355,7 @@ def _demuxer(data: bytes) -> str:
                 _check_box_counts(data)
             return name
     raise _invalid(
-        f"the {len(data):,} bytes are no film in a known container (MP4, MOV, MKV, WebM, AVI, MPEG, FLV, Ogg, GIF); "
-        f"they begin with {data[:8]!r}"
+        f"the {len(data):,} bytes are no film in a known container (MP4, MOV, MKV, WebM, AVI, MPEG, FLV, Ogg, GIF)"
     )
 
 

@@ -22,6 +22,7 @@ from omni_jax.inputs.image import (
     open_image,
     pack_image,
     resized_size,
+    smart_resize,
     to_rgb,
 )
 from omni_jax.requests import InvalidRequest
@@ -94,8 +95,10 @@ def test_the_bound_that_sizes_are_compiled_for_holds(height, width, low, more):
     try:
         new_height, new_width = resized_size(height, width, 28, min_pixels=low, max_pixels=most, most=most)
     except InvalidRequest:
-        # Either transformers refuses it too, or a strip of the least height is too long.
-        assert max(height, width) > 200 * min(height, width) or most < 28 * 28 * 200
+        if max(height, width) <= 200 * min(height, width):  # then a strip of the least height is too long
+            shape = smart_resize(height, width, 28, min_pixels=1, max_pixels=most)
+            assert min(shape) == 28
+            assert shape[0] * shape[1] > most
         return
     assert new_height * new_width <= most
     assert not new_height % 28

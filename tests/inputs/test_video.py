@@ -282,7 +282,8 @@ def test_lists_of_frames():
     array = noise(60, 60)
     frames = film_of([array, encoded(Image.fromarray(array)), Image.fromarray(array).convert("RGBA")], SETTINGS)
     for image in frames.images:
-        np.testing.assert_array_equal(np.asarray(image), array)
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(frames.images[0]))
+    assert frames.source_size == (60, 60)
     assert frames.seconds_per_frame == 0.5
     for images, message in (
         ([], "has 0 frames; 1 to 768 are possible"),
@@ -321,6 +322,17 @@ def test_mm_01_films_of_phones_stand_upright(matrix, quarters):
     frames = decode_video(data, SETTINGS, num_frames=6)
     assert_frames(frames, expected)
     assert frames.source_size == expected[0].shape[:2]
+
+
+def test_mm_02_transparency_of_a_film_is_white():
+    """ProRes 4444 keeps alpha, and whatever colour is under it."""
+    pixels = np.zeros((112, 112, 4), np.uint8)
+    pixels[:, 48:] = (200, 0, 0, 255)
+    data = clip(4, format="mov", codec="prores_ks", pix_fmt="yuva444p10le", size=(112, 112), images=[pixels] * 4)
+    assert all_frames(data)[0][48, 20].max() < 10
+    for image in decode_video(data, SETTINGS).images:
+        np.testing.assert_allclose(image.getpixel((20, 50)), (255, 255, 255), atol=2)
+        np.testing.assert_allclose(image.getpixel((90, 50)), (200, 0, 0), atol=4)
 
 
 def test_mm_02_transparency_of_a_gif_is_white():
@@ -471,3 +483,12 @@ def test_sec_01_a_film_cannot_name_others(tmp_path):
                 assert "no film in a known container" in refusal(text.encode())
         with pytest.raises(TimeoutError):
             listener.accept()
+
+
+def test_sec_03_frames_of_a_list_are_not_kept_at_their_own_size(monkeypatch):
+    """Small files may hold large pictures, and there may be many of them."""
+    monkeypatch.setattr(video, "as_image", lambda source: Image.new("RGB", (2000, 1500)))
+    film = film_of([b""] * 4, SETTINGS)
+    assert film.source_size == (1500, 2000)
+    assert all(image.width * image.height <= SETTINGS.video_max_pixels for image in film.images)
+    assert pack_video(film, SETTINGS).grid[0] == 2
