@@ -25,7 +25,7 @@ LARGE = (1280, 960)
 IN_WORK, ALONE = 8, 3  # large pictures beside the stream; and before it, to time their slices
 MOST_DIFFERENCE = 1e-2  # between features in float32
 AFTER = 100  # tokens of the stream before the pictures come
-EXAMPLE = """example, half a minute:
+EXAMPLE = """example, two minutes on a quiet machine (everything takes a quarter of an hour):
   python -m benchmarks.vision --parts preprocess --rounds 1
 
 everything, with an interpreter that has torch, transformers and torchvision:

@@ -135,20 +135,20 @@ def contender():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return pictures.write_jpegs(tmp_path_factory.mktemp("pictures"), [(64, 80)] * 4)
+    return pictures.write_jpegs(tmp_path_factory.mktemp("pictures"), [(64, 80)] * 5)
 
 
 class TestGaps:
     def test_a_stream_beside_pictures(self, contender, files):
         contender.open(files)
-        [slices] = contender.alone([0])["slice_seconds"]
-        assert len(slices) == 4  # patches to hidden states, three layers; the merger is not waited for
+        slices = contender.alone([0, 1])["slice_seconds"]
+        assert [len(of_one) for of_one in slices] == [4, 4]  # patches to hidden states, three layers; not the merger
         plain = contender.stream(tokens=60, pictures=[], after=4)
         assert len(plain["gaps"]) >= 59
         assert not any(plain["during"])
         assert plain["slice_seconds"] == ()
         assert len(plain["step_seconds"]) >= 60
-        beside = contender.stream(tokens=60, pictures=[1, 2, 3], after=4)
+        beside = contender.stream(tokens=60, pictures=[2, 3, 4], after=4)
         assert len(beside["gaps"]) == len(beside["during"]) >= 59
         assert any(beside["during"])
         assert not any(beside["during"][:3])
