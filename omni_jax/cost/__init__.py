@@ -1,0 +1,21 @@
+"""What a step will cost: measured on this machine, or reckoned for a named GPU. The scheduler, the simulator and the
+planner ask the same questions of either."""
+
+from omni_jax.cost.model import CostModel, Kind, StepShape, causal_pairs
+from omni_jax.cost.roofline import GPUS, Gpu, ModelSizes, Roofline, VisionSizes, gpu_named
+from omni_jax.cost.table import PredictionError, TableCost
+
+__all__ = [
+    "GPUS",
+    "CostModel",
+    "Gpu",
+    "Kind",
+    "ModelSizes",
+    "PredictionError",
+    "Roofline",
+    "StepShape",
+    "TableCost",
+    "VisionSizes",
+    "causal_pairs",
+    "gpu_named",
+]
