@@ -1,9 +1,10 @@
 """Rotary positions of a prompt with pictures and film (M-RoPE): time, height and width of every token.
 
-The rule is that of transformers' `get_rope_index` (5.24): text counts up on all three axes; a picture or film begins at
-the position the next text token would have had and counts its temporal steps, rows and columns from there; the text
-behind it goes on after the larger of rows and columns. So a long film's times may run past the text that follows it,
-and what a generated token adds to its place is taken from the largest position (`Request.position_delta`).
+Text counts up on all three axes. A picture or film begins at the position the next text token would have had, and
+counts its temporal steps, rows and columns from there; the text behind it goes on after the largest of all these
+positions (Qwen2-VL, arXiv 2409.12191, section 2.1). transformers does the same up to version 4; its `get_rope_index` of
+5.24 goes on after the larger of rows and columns, which differs where a film has more times than that: there the text's
+time would run backwards, in the middle of the film.
 """
 
 from collections.abc import Iterable
@@ -46,7 +47,7 @@ def mrope_positions(
         grid[1] = np.arange(rows, dtype=np.int32)[:, None]
         grid[2] = np.arange(columns, dtype=np.int32)
         positions[:, start:place] = position + grid.reshape(3, -1)
-        position += max(rows, columns)
+        position += int(grid.max()) + 1
     positions[:, place:] = position + np.arange(length - place, dtype=np.int32)
     return positions
 

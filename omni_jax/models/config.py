@@ -157,15 +157,16 @@ def _vision_config(architecture: str, config: Mapping[str, Any]) -> VisionConfig
     if act != ("silu" if second else "quick_gelu"):
         raise UnsupportedModel(f"{architecture} with a vision hidden_act of {act!r} is not supported")
     # Qwen2-VL calls the tower's width embed_dim and the text's hidden_size; Qwen2.5-VL hidden_size and out_hidden_size.
-    hidden = given["hidden_size"] if second else given["embed_dim"]
-    heads = given["num_heads"]
+    # Values that a config leaves out are those of transformers' configuration classes.
+    hidden = given.get("hidden_size", 3584) if second else given.get("embed_dim", 1280)
+    heads = given.get("num_heads", 16)
     if hidden % heads or hidden // heads % 4:
         raise UnsupportedModel(f"a vision tower of width {hidden} and {heads} heads cannot have 2-D rotary positions")
     return VisionConfig(
-        depth=given["depth"],
+        depth=given.get("depth", 32),
         hidden_size=hidden,
-        intermediate_size=given["intermediate_size"] if second else int(hidden * given.get("mlp_ratio", 4)),
-        out_hidden_size=given["out_hidden_size"] if second else given["hidden_size"],
+        intermediate_size=given.get("intermediate_size", 3420) if second else int(hidden * given.get("mlp_ratio", 4)),
+        out_hidden_size=given.get("out_hidden_size" if second else "hidden_size", 3584),
         num_heads=heads,
         in_channels=given.get("in_channels") or given.get("in_chans") or 3,
         patch_size=given.get("patch_size") or given.get("spatial_patch_size") or 14,
