@@ -187,7 +187,7 @@ class MediaItem:
         """An item of these patches, with its key and number of tokens."""
         about = (modality, str(patches.dtype), patches.shape, grid, settings.features_depend_on, seconds_per_grid)
         digest = hashlib.sha256(repr(about).encode() + b"\0")
-        digest.update(np.ascontiguousarray(patches))
+        digest.update(np.ascontiguousarray(patches).data)
         return cls(
             modality=modality,
             key=digest.digest(),
@@ -412,8 +412,8 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     return content
 
 
-def _processor(config: dict[str, Any], path: Path, *, video: bool = False) -> Qwen2VLImageProcessorPil:
-    """transformers' reading of a processor's settings; a video processor's have the same names."""
+def _processor(config: dict[str, Any], path: Path, *, video: bool = False) -> Any:
+    """A Qwen2VLImageProcessorPil of these settings; a video processor's have the same names."""
     config = dict(config)
     size = dict(config.get("size") or {})
     for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
@@ -423,7 +423,7 @@ def _processor(config: dict[str, Any], path: Path, *, video: bool = False) -> Qw
         size = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28} | size
     if size:
         config["size"] = size
-    processor = Qwen2VLImageProcessorPil.from_dict(config)
+    processor: Any = Qwen2VLImageProcessorPil.from_dict(config)
     names = ("patch_size", "temporal_patch_size", "merge_size")
     numbers = {name: getattr(processor, name) for name in names}
     numbers |= {"min_pixels": processor.size.shortest_edge, "max_pixels": processor.size.longest_edge}

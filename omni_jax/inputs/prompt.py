@@ -122,7 +122,7 @@ def chat_prompt(
 
 def modalities_of(tokenizer: Tokenizer, vision: "VisionConfig | None") -> tuple[Modality, ...]:
     """What a model reads besides text: what it has a tower for and its chat template a slot."""
-    return () if vision is None else tuple(sorted(tokenizer.media_slots))
+    return () if vision is None else tuple(kind for kind in _OPTIONS if kind in tokenizer.media_slots)
 
 
 def expand(

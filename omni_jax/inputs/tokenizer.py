@@ -206,9 +206,9 @@ class Tokenizer:
         template for text only may well print the list of parts, but that is no token more."""
         if not self.has_chat_template:
             return -1
-        content = [{"type": "text", "text": "Hello"}, *media]
+        message: Any = {"role": "user", "content": [{"type": "text", "text": "Hello"}, *media]}
         try:
-            rendered = self._hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+            rendered = self._hf.apply_chat_template([message], tokenize=False)
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS):
             return -1
         added = self._backend.get_added_tokens_decoder().keys()

@@ -11,10 +11,12 @@ import io
 import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import av
 import numpy as np
+from av.error import FFmpegError
 from PIL import Image
 
 from omni_jax.inputs.image import (
@@ -209,7 +211,7 @@ def pack_video(
     patches = np.empty((grid[0], grid[1] * grid[2], 3, each, settings.patch_size, settings.patch_size), np.uint8)
     for step in range(grid[0]):
         places = np.minimum(np.arange(step * each, (step + 1) * each), len(images) - 1)
-        patches[step] = cut(np.stack([_resized(images[i], size, settings) for i in places]), settings)
+        patches[step] = cut(np.stack([np.asarray(_resized(images[i], size, settings)) for i in places]), settings)
     return MediaItem.of(
         "video",
         patches.reshape(-1, *patches.shape[2:]),
@@ -315,7 +317,7 @@ def _faults() -> Iterator[None]:
         yield
     except InvalidRequest:
         raise
-    except av.FFmpegError as error:
+    except FFmpegError as error:
         raise _invalid(f"the film is damaged, or of a kind that is not read here: {error.strerror}") from error
     except (ValueError, MemoryError) as error:
         raise _invalid(f"the film is damaged: {error}") from error
@@ -335,7 +337,7 @@ def _opened(data: bytes, max_source_pixels: int) -> Iterator[tuple]:
         _faults(),
         av.open(source, "r", demuxer, options=options, metadata_errors="replace", io_open=refuse) as container,
     ):
-        stream = container.streams.best("video")
+        stream: Any = container.streams.best("video")
         if stream is None:
             raise _invalid("the film has no pictures in it, only sound or text")
         if stream.codec_context is None or not stream.codec_context.width:
@@ -418,7 +420,7 @@ def _survey(data: bytes, max_source_pixels: int) -> _Film:
 
 def _numbered(
     data: bytes, film: _Film, wanted: np.ndarray, max_source_pixels: int, *, by_time: bool
-) -> Iterator[tuple[int, av.VideoFrame]]:
+) -> Generator[tuple[int, av.VideoFrame], None, None]:
     """Frames, each with its number among those the film shows; by_time, only those that decoding the wanted ones
     brings about."""
     if not by_time or film.pts is None:
