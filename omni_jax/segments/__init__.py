@@ -1,0 +1,42 @@
+"""The segment: a stretch of one request's tokens, the policies that cut a prompt into them, and when each is due. Plain
+data and pure functions: no JAX, no I/O, no clock."""
+
+from omni_jax.segments.deadlines import SLO, decode_deadline, with_deadlines
+from omni_jax.segments.policies import (
+    POLICIES,
+    Policy,
+    by_length,
+    by_modality,
+    by_region,
+    by_sentence,
+    custom,
+    hybrid,
+    make_policy,
+    request,
+)
+from omni_jax.segments.segment import MODALITIES, Compute, MediaView, Modality, PromptView, Segment, check_cover
+from omni_jax.segments.view import prompt_view
+
+__all__ = [
+    "MODALITIES",
+    "POLICIES",
+    "SLO",
+    "Compute",
+    "MediaView",
+    "Modality",
+    "Policy",
+    "PromptView",
+    "Segment",
+    "by_length",
+    "by_modality",
+    "by_region",
+    "by_sentence",
+    "check_cover",
+    "custom",
+    "decode_deadline",
+    "hybrid",
+    "make_policy",
+    "prompt_view",
+    "request",
+    "with_deadlines",
+]

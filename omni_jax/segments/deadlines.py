@@ -1,0 +1,118 @@
+"""When work is due: a request's objectives -> deadlines of its segments and of its next token."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from omni_jax.requests import InvalidRequest, MediaSpan
+from omni_jax.segments.segment import Segment
+
+if TYPE_CHECKING:
+    from omni_jax.cost import CostModel
+
+_DAY_MS = 24 * 60 * 60 * 1000.0
+_MOST_PRIORITY = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SLO:
+    """What a client is promised: service level objectives of one request. None promises nothing.
+
+    Attributes:
+        ttft_ms: from arrival to the first token.
+        tpot_ms: from each token to the next, on average.
+        e2e_ms: from arrival to the last token.
+        priority: smaller is more urgent, as in vLLM.
+
+    Raises InvalidRequest for times that are not positive and at most 24 hours, and for a priority that is no int32.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    priority: int = 0
+
+    def __post_init__(self):
+        for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _DAY_MS:
+                raise InvalidRequest(
+                    f"{name} must be milliseconds, more than 0 and at most {_DAY_MS:.0f} (24 hours), got {value!r}",
+                    param=name,
+                )
+        if (
+            isinstance(self.priority, bool)
+            or not isinstance(self.priority, int)
+            or not -_MOST_PRIORITY <= self.priority <= _MOST_PRIORITY
+        ):
+            raise InvalidRequest(
+                f"priority must be a whole number from {-_MOST_PRIORITY} to {_MOST_PRIORITY} (smaller is more urgent), "
+                f"got {self.priority!r}",
+                param="priority",
+            )
+
+
+def with_deadlines(
+    segments: Sequence[Segment], slo: SLO, arrival: float, cost: "CostModel", *, media: Sequence[MediaSpan] = ()
+) -> tuple[Segment, ...]:
+    """A prompt's segments with deadlines, and with the request's priority added to their own.
+
+    The time to the first token is shared out by predicted cost: a segment is due at
+    arrival + ttft x (cost of the prompt up to its end / cost of the whole prompt). Deadlines never fall from one
+    segment to the next, and the last is exactly arrival + ttft. A request that has only e2e_ms, or a smaller one, must
+    have its first token by then; without either nothing is due.
+
+    Args:
+        segments: they cover the prompt, in order.
+        arrival: seconds on the engine's clock.
+        cost: predicts the seconds of prefill and encoder.
+        media: the prompt's, in order: a span is encoded before the first segment that has a token of it.
+    """
+    priorities = [slo.priority + segment.priority for segment in segments]
+    limits = [limit for limit in (slo.ttft_ms, slo.e2e_ms) if limit is not None]
+    if not limits:
+        return tuple(
+            dataclasses.replace(segment, priority=priority)
+            for segment, priority in zip(segments, priorities, strict=True)
+        )
+    seconds = min(limits) / 1000
+    shares = _shares(segments, cost, media)
+    return tuple(
+        dataclasses.replace(segment, priority=priority, deadline=arrival + seconds * share)
+        for segment, priority, share in zip(segments, priorities, shares, strict=True)
+    )
+
+
+def decode_deadline(slo: SLO, arrival: float, first_token_at: float, tokens_out: int) -> float:
+    """When the next token is due, in seconds on the engine's clock: tpot after the last one at an even pace from the
+    first, so that a token that came early leaves its time to the next ones; and never after arrival + e2e. Infinite
+    without either objective.
+
+    Args:
+        first_token_at: when the first token came.
+        tokens_out: tokens that have come, at least one.
+    """
+    pace = math.inf if slo.tpot_ms is None else first_token_at + slo.tpot_ms / 1000 * tokens_out
+    end = math.inf if slo.e2e_ms is None else arrival + slo.e2e_ms / 1000
+    return min(pace, end)
+
+
+def _shares(segments: Sequence[Segment], cost: "CostModel", media: Sequence[MediaSpan]) -> list[float]:
+    """Predicted cost up to each segment's end over that of all of them; never falling, the last is 1."""
+    encoding, encoded = 0.0, 0
+    reached: list[float] = []
+    for segment in segments:
+        while encoded < len(media) and media[encoded].start < segment.stop:
+            encoding += cost.encode_seconds(media[encoded].num_patches)
+            encoded += 1
+        so_far = encoding + cost.prefill_seconds(segment.stop, 0)
+        reached.append(max(so_far, reached[-1]) if reached else max(so_far, 0.0))
+    if not reached:
+        return []
+    whole = reached[-1]
+    if not 0 < whole < math.inf:  # a model that has not learnt anything yet
+        return [segment.stop / segments[-1].stop for segment in segments]
+    return [part / whole for part in reached]

@@ -1,0 +1,121 @@
+"""Prompts for policies, made of strings and of grids, and cut into tokens at random places."""
+
+import dataclasses
+import random
+import re
+from collections.abc import Iterable
+
+from hypothesis import strategies as st
+
+from omni_jax.segments import MediaView, PromptView
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    rows: int
+    cols: int
+    steps: int = 1
+    modality: str = "image"
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """A control token, such as the end of a turn."""
+
+    text: str = "<|im_end|>"
+
+
+def view_of(
+    parts: Iterable[str | Picture | Control], *, seed: int | None = None, longest: int = 6, words: bool = False
+) -> PromptView:
+    """A prompt of these parts; no token is of two of them. Text is cut into tokens of one character; with `words` into
+    words, each with the space before it; with a seed at random into tokens of up to `longest` characters, and now and
+    then an empty one (the first bytes of a character)."""
+    rng = random.Random(seed)
+    texts: list[str] = []
+    media: list[MediaView] = []
+    controls: list[int] = []
+    for part in parts:
+        if isinstance(part, Picture):
+            count = part.rows * part.cols * part.steps
+            media.append(
+                MediaView(
+                    start=len(texts),
+                    stop=len(texts) + count,
+                    modality=part.modality,
+                    grid=(part.rows, part.cols),
+                    steps=part.steps,
+                )
+            )
+            texts += ["<pad>"] * count
+        elif isinstance(part, Control):
+            controls.append(len(texts))
+            texts.append(part.text)
+        elif words:
+            texts += re.findall(r" ?\w+|\W", part)
+        elif seed is None:
+            texts += part
+        else:
+            at = 0
+            while at < len(part):
+                if rng.random() < 0.05:
+                    texts.append("")
+                length = rng.randint(1, longest)
+                texts.append(part[at : at + length])
+                at += length
+    return PromptView(
+        length=len(texts),
+        media=tuple(media),
+        text=lambda start, stop: "".join(texts[start:stop]),
+        token_texts=lambda start, stop: tuple(texts[start:stop]),
+        controls=tuple(controls),
+    )
+
+
+def pieces(view: PromptView, segments) -> list[str]:
+    """The text of each segment."""
+    return [view.text(segment.start, segment.stop) for segment in segments]
+
+
+TABLE = "| name | n |\n|---|---|\n| a | 1 |\n| b | 2 |\n"
+_SHORT = (
+    ". ",
+    "! ",
+    "。",
+    "？",
+    "।",
+    "e.g. ",
+    "3.14",
+    "\n",
+    "\n\n",
+    "\t",
+    "|",
+    "a,b\n",
+    '"',
+    "”",
+    "“",
+    "ไทย ",
+    "ມື້",
+    "\ufffd",
+)
+_LONG = ("<table>", "</table>", "\f", "- ", "1. ", TABLE, "x" * 700, "ไทย" * 300, "log\n" * 600)
+ODD = st.sampled_from((*_SHORT, *_LONG))
+WORDS = st.lists(
+    st.one_of(ODD, st.text(max_size=5), st.sampled_from(["The ", "cat", "Dr", " Élan", "好"])), max_size=25
+)
+TEXTS = WORDS.map("".join)
+PICTURES = st.builds(
+    lambda rows, cols, steps: Picture(rows, cols, steps or 1, "video" if steps else "image"),
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(0, 4),
+)
+PARTS = st.lists(st.one_of(TEXTS, PICTURES, st.builds(Control)), min_size=1, max_size=8)
+
+
+@st.composite
+def prompts(draw) -> PromptView:
+    """Any layout of text, media and control tokens, at least one token long."""
+    parts = draw(PARTS)
+    view = view_of(parts, seed=draw(st.integers(0, 2**16)), longest=draw(st.sampled_from([1, 3, 20])))
+    return view if view.length else view_of(["x"])
