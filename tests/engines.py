@@ -12,7 +12,7 @@ import fcntl
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,9 +117,12 @@ def sharing(loaded: Loaded, **limits) -> Iterator[Path]:
         yield Path(loaded.info.model_dir)
 
 
-def make_engine(loaded: Loaded, *, seed: int | None = None, **limits) -> Engine:
+def make_engine(
+    loaded: Loaded, *, seed: int | None = None, options: Mapping[str, Any] | None = None, **limits
+) -> Engine:
+    """`options` are fields of EngineConfig that need no other programs: policies, objectives."""
     with sharing(loaded, **limits) as model_dir:
-        return Engine(EngineConfig(model_dir=model_dir, seed=seed))
+        return Engine(EngineConfig(model_dir=model_dir, seed=seed, **(options or {})))
 
 
 # -- requests and answers ---------------------------------------------------------------------------------------------

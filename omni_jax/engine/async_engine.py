@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.engine import Engine
@@ -14,7 +15,8 @@ from omni_jax.engine.loading import Progress
 from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.prompt import VisionInputs
-from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, Unavailable
+from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Unavailable
+from omni_jax.segments import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,12 @@ class AsyncEngine:
 
         self._order(add)
         return stream
+
+    def cut(
+        self, ids: tuple[int, ...], media: tuple[MediaSpan, ...] = (), policy: str | Mapping[str, Any] | None = None
+    ) -> tuple[Segment, ...]:
+        """See Engine.cut; any thread may call it."""
+        return self._alive().cut(ids, media, policy)
 
     def abort(self, request_id: str) -> None:
         """Ends a request: nothing of it runs in the step after next. Unknown and ended ids are no error."""

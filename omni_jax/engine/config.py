@@ -32,6 +32,14 @@ class EngineConfig:
         encoder_cache_tokens: features of pictures that are kept on the device; 8,192, and never less than one picture
             needs.
         encoder_layers_per_slice: layers of the vision tower that run between two steps; 1 on a CPU, 8 on a GPU.
+        scheduling_policy: "fcfs", first come first served, or "slo", by class and deadline.
+        segment_policy: how prompts are cut where a request does not say: what segments.make_policy takes.
+        ttft_ms, tpot_ms, e2e_ms: objectives of requests that bring none: to the first token, from token to token, to
+            the last.
+        aging_seconds: after so long without being served a sequence moves up by a class ("slo").
+        enable_chunked_prefill: without it every prompt is computed whole in one step ("fcfs" only).
+        segment_aware: keep a record of each segment, for the log and for GET /stats.
+        debug_print_batch: log what each step computes, in a form a person can check. Slow.
     """
 
     model_dir: Path | str
@@ -52,6 +60,15 @@ class EngineConfig:
     max_pixels: int = 1_003_520
     encoder_cache_tokens: int | None = None
     encoder_layers_per_slice: int | None = None
+    scheduling_policy: str = "fcfs"
+    segment_policy: str | Mapping[str, Any] = "request"
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    aging_seconds: float = 10.0
+    enable_chunked_prefill: bool = True
+    segment_aware: bool = False
+    debug_print_batch: bool = False
 
     def __post_init__(self):
         for name in (
@@ -65,6 +82,10 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.generation_config not in ("auto", "vllm"):
             raise ValueError(f'generation_config must be "auto" or "vllm", got {self.generation_config!r}')
+        if self.scheduling_policy not in ("fcfs", "slo"):
+            raise ValueError(f'scheduling_policy must be "fcfs" or "slo", got {self.scheduling_policy!r}')
+        if self.scheduling_policy == "slo" and not self.enable_chunked_prefill:
+            raise ValueError('scheduling_policy "slo" needs chunked prefill: leave enable_chunked_prefill on')
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
 

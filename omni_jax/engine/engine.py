@@ -4,24 +4,28 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import math
 import random
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from omni_jax import compat
+from omni_jax.cost import Kind, TableCost
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.engine.loading import Progress, load
 from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.memory import BlockPool, EncoderCache
-from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, Sequence, TokenLogprob
+from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Sequence, TokenLogprob
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.runtime import StepResult
-from omni_jax.scheduling import Accepted, Features, Scheduler, SchedulerConfig
+from omni_jax.scheduling import Accepted, Features, FirstCome, Scheduler, SchedulerConfig, SLOFirst
 from omni_jax.scheduling.scheduler import output_room
+from omni_jax.segments import SLO, Segment, make_policy, prompt_view, with_deadlines
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ class Engine:
         info: what it serves.
         tokenizer: the model's tokenizer.
         vision: how pictures become patches, for a model that reads them; else None.
+        cost: what steps take on this machine, learnt from those that ran.
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None):
@@ -51,22 +56,37 @@ class Engine:
                 pack_patches=PACK_PATCHES,
             )
         self._pool = BlockPool(self.info.num_blocks, self.info.block_size)
+        buckets = loaded.runner_config.buckets
+        sizes: dict[Kind, tuple[int, ...]] = {"mixed": buckets.mixed, "decode": buckets.decode}
+        if self._encoder is not None:
+            sizes["encode"] = self._encoder.config.buckets
+        self.cost = TableCost(sizes, overhead=buckets.overhead)
+        self._policy = make_policy(config.segment_policy, allow_custom=True)
+        self._slo = SLO(ttft_ms=config.ttft_ms, tpot_ms=config.tpot_ms, e2e_ms=config.e2e_ms)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.info.max_num_seqs,
                 max_num_batched_tokens=self.info.max_num_batched_tokens,
                 max_model_len=self.info.max_model_len,
-                buckets=loaded.runner_config.buckets,
+                buckets=buckets,
                 eos_token_ids=loaded.eos_token_ids,
+                chunked_prefill=config.enable_chunked_prefill,
             ),
             self._pool,
             self._features,
+            discipline=SLOFirst(aging_seconds=config.aging_seconds)
+            if config.scheduling_policy == "slo"
+            else FirstCome(),
+            cost=self.cost,
         )
         self._random = random.Random(config.seed)
         self._detokenizers: dict[Sequence, Detokenizer] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._prefilled: set[str] = set()
         self._in_flight: collections.deque[StepResult] = collections.deque()
+        self._after_slice: collections.deque[bool] = collections.deque()  # of each step in flight
+        self._sliced = False  # a slice was dispatched since the latest step
+        self._encoding = 0.0  # seconds of the encoder's call so far; not a number once a step ran beside it
         self._failures = 0
         self._stats = EngineStats()
         self._gaps: collections.deque[float] = collections.deque(maxlen=1024)
@@ -102,6 +122,7 @@ class Engine:
             # preemption.
             params = dataclasses.replace(request.params, seed=self._random.getrandbits(63))
             request = dataclasses.replace(request, params=params)
+        request = self._with_deadlines(request)
         for sequence in self._scheduler.add(request):
             self._detokenizers[sequence] = Detokenizer(self.tokenizer, request.params)
         if request.params.prompt_logprobs is not None:
@@ -110,6 +131,33 @@ class Engine:
         for span in request.media:
             self._stats.mm_items[span.modality] += span.start != before  # the steps of a video follow each other
             before = span.stop
+
+    def cut(
+        self, ids: tuple[int, ...], media: tuple[MediaSpan, ...] = (), policy: str | Mapping[str, Any] | None = None
+    ) -> tuple[Segment, ...]:
+        """The segments of a prompt by the engine's policy, or by the one given (what segments.make_policy takes).
+        Touches nothing; any thread may call it.
+
+        Raises:
+            ValueError: no such policy.
+            InvalidRequest: a policy from outside that did not cover the prompt.
+        """
+        chosen = self._policy if policy is None else make_policy(policy)
+        return chosen(prompt_view(ids, media, self.tokenizer))
+
+    def _with_deadlines(self, request: Request) -> Request:
+        """With the objectives of the engine where it brings none, cut, and with a deadline for each segment."""
+        default = self._slo
+        slo = request.slo or default
+        slo = SLO(
+            ttft_ms=slo.ttft_ms if slo.ttft_ms is not None else default.ttft_ms,
+            tpot_ms=slo.tpot_ms if slo.tpot_ms is not None else default.tpot_ms,
+            e2e_ms=slo.e2e_ms if slo.e2e_ms is not None else default.e2e_ms,
+            priority=slo.priority,
+        )
+        segments = request.segments or self.cut(request.prompt_ids, request.media)
+        segments = with_deadlines(segments, slo, request.arrival, self.cost, media=request.media)
+        return dataclasses.replace(request, slo=slo, segments=segments)
 
     def abort(self, request_id: str) -> list[Delta]:
         """Ends a request; its last deltas. Nothing of it runs in the next step. An unknown id is no error."""
@@ -154,6 +202,8 @@ class Engine:
                 # Has the step before ended already, the device waits: at the longest since the last result was read.
                 self._gaps.append(result.dispatched - self._last_ready if late else 0.0)
             self._in_flight.append(result)
+            self._after_slice.append(self._sliced)
+            self._sliced = False
             self._stats.steps += 1
             self._stats.real_tokens += plan.num_tokens
             self._stats.padded_tokens += plan.size - plan.num_tokens
@@ -169,15 +219,28 @@ class Engine:
         if encoder is None or self._features is None:
             return
         if encoder.busy:
-            if (wait or encoder.is_ready) and (done := encoder.advance()):
+            if not (wait or encoder.is_ready):
+                return
+            done = encoder.advance()
+            self._encoding += encoder.slice_seconds[-1] if wait else math.nan
+            if done:
                 self._scheduler.encoded(done)
+                if math.isfinite(self._encoding):
+                    self.cost.observe(encoder.shape_of(done), self._encoding)
         elif batch := self._scheduler.next_batch():
             encoder.begin(batch, [self._features.cache.rows(span.key) for span in batch])
+            self._encoding = 0.0
+        else:
+            return
+        self._sliced = True
 
     def _read(self, result: StepResult) -> list[Delta]:
         sampled, scored = result.read()
         ready = time.monotonic()
-        self._seconds.append(ready - max(self._last_ready, result.dispatched))
+        seconds = ready - max(self._last_ready, result.dispatched)
+        self._seconds.append(seconds)
+        if not self._after_slice.popleft():  # else a slice of the vision tower is in its time
+            self.cost.observe(result.plan.shape, seconds)
         self._last_ready = ready
         self._failures = 0
 
@@ -186,7 +249,7 @@ class Engine:
         tokens = [None if found is None else int(found[0]) for found in by_row]
         offsets = np.cumsum([0] + [row.count for row in result.plan.rows])
         deltas = []
-        for accepted in self._scheduler.commit(result.plan, tokens):
+        for accepted in self._scheduler.commit(result.plan, tokens, ready):
             row = accepted.row
             if row.score and scored is not None:
                 at = int(offsets[accepted.index])
@@ -199,6 +262,7 @@ class Engine:
     def _recover(self) -> None:
         """A step that raised has lost the donated pool: start from fresh arrays, and compute again what ran."""
         self._in_flight.clear()
+        self._after_slice.clear()
         self._scheduler.reset()
         self._runner.reset()
 
@@ -206,6 +270,7 @@ class Engine:
         """Ends every live request with an error."""
         deltas = []
         self._in_flight.clear()
+        self._after_slice.clear()
         for sequence in list(self._detokenizers):
             self._scheduler.finish(sequence, "error")
             deltas.append(self._ended(sequence, error=message))

@@ -2,11 +2,15 @@
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from omni_jax.requests.media import MediaSpan
 from omni_jax.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # segments know requests; a request only carries them
+    from omni_jax.segments import SLO, Segment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,8 @@ class Request:
         media: what replaces the placeholders, in order; no two overlap.
         positions: int32 [3, prompt], rotary positions (time, height, width) of the prompt's tokens, for a model with
             M-RoPE; None is 0, 1, 2, ... on all three.
+        segments: the prompt's, in order, with deadlines; none is the same as one that covers it all.
+        slo: what the client was promised; None is nothing.
     """
 
     id: str
@@ -29,9 +35,16 @@ class Request:
     arrival: float = 0.0
     media: tuple[MediaSpan, ...] = ()
     positions: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    segments: "tuple[Segment, ...]" = ()
+    slo: "SLO | None" = None
 
     @functools.cached_property
     def position_delta(self) -> int:
         """What is added to the place of a generated token to get its rotary position. The position behind the prompt
         is one more than the largest in it, which for pictures is less than the number of tokens."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.prompt_ids)
+
+    @functools.cached_property
+    def segment_stops(self) -> tuple[int, ...]:
+        """Where each segment ends."""
+        return tuple(segment.stop for segment in self.segments)

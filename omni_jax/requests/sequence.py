@@ -1,9 +1,14 @@
 """One continuation of a request, while it is being computed."""
 
+import bisect
 import dataclasses
+from typing import TYPE_CHECKING
 
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.requests.request import Request
+
+if TYPE_CHECKING:
+    from omni_jax.segments import Segment
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -30,6 +35,11 @@ class Sequence:
         media_passed: spans of the request's media that computed tokens have left behind.
         media_held: spans whose features it has asked for; those from media_passed on it holds a reference to.
         scheduled_at: when it first left the queue, in the engine's seconds.
+        served_at: when it was last given tokens of a step, or its arrival.
+        admitted_class: the class it stood in when it got its slot, waiting counted in; smaller is more urgent.
+        most_urgent: the smallest priority that any part of it has.
+        first_token_at: when its first token was read.
+        paused: it had begun its prompt, and a step went by without it.
         finish_reason: set once; then it holds neither blocks nor slot.
     """
 
@@ -48,12 +58,20 @@ class Sequence:
     media_passed: int = 0
     media_held: int = 0
     scheduled_at: float | None = None
+    served_at: float = dataclasses.field(init=False)
+    admitted_class: float = float("inf")
+    first_token_at: float | None = None
+    paused: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_prompt: int = dataclasses.field(init=False)
+    most_urgent: int = dataclasses.field(init=False)
 
     def __post_init__(self):
         self.num_prompt = len(self.request.prompt_ids)
+        self.served_at = self.request.arrival
+        of_request = 0 if self.request.slo is None else self.request.slo.priority
+        self.most_urgent = min([segment.priority for segment in self.request.segments] or [of_request])
 
     @property
     def num_output(self) -> int:
@@ -69,6 +87,24 @@ class Sequence:
     def uncomputed(self) -> int:
         """Tokens that must pass through the model before the next one can be sampled."""
         return len(self.known) + self.pending - self.computed
+
+    def segment_at(self, place: int) -> "Segment | None":
+        """The segment that a place of the prompt lies in; None behind the prompt, and without segments."""
+        index = bisect.bisect_right(self.request.segment_stops, place)
+        return self.request.segments[index] if index < len(self.request.segments) else None
+
+    @property
+    def segment(self) -> "Segment | None":
+        """The segment that is computed next."""
+        return self.segment_at(self.computed)
+
+    @property
+    def priority(self) -> int:
+        """That of what is computed next; smaller is more urgent."""
+        segment = self.segment
+        if segment is not None:
+            return segment.priority
+        return 0 if self.request.slo is None else self.request.slo.priority
 
     @property
     def wants_prompt_logprobs(self) -> bool:

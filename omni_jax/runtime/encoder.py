@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from omni_jax import compat
+from omni_jax.cost import StepShape
 from omni_jax.models import Tower, VisionConfig
 from omni_jax.models.vision import PatchBatch, attends_fully, rotary_2d
 from omni_jax.models.vision_layout import layout
@@ -189,11 +190,26 @@ class Encoder:
         """Whether the slice dispatched last has ended."""
         return self._call is None or compat.is_ready(self._call.hidden)
 
+    def shape_of(self, batch: Sequence[MediaSpan]) -> StepShape:
+        """What the cost of a call for `batch` depends on."""
+        patches = [span.num_patches for span in batch]
+        return StepShape(
+            kind="encode",
+            size=self._size_for(sum(patches)),
+            rows=len(patches),
+            tokens=sum(patches),
+            context=0,
+            attended=sum(count * count for count in patches),
+        )
+
+    def _size_for(self, patches: int) -> int:
+        return next(size for size in self.config.buckets if size >= patches)
+
     def begin(self, batch: tuple[MediaSpan, ...], rows: Sequence[np.ndarray]) -> None:
         """Starts a call for `batch`, whose features are to lie at `rows` (one array a span). Returns at once."""
         assert self._call is None
         real = sum(span.num_patches for span in batch)
-        size = next(size for size in self.config.buckets if size >= real)
+        size = self._size_for(real)
         placed = layout([span.grid for span in batch], self._model)
         pixels = self._pixels[:size]
         at = 0

@@ -4,10 +4,11 @@ import dataclasses
 
 import numpy as np
 
+from omni_jax.cost import StepShape, causal_pairs
 from omni_jax.requests import Sequence
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """A stretch of one sequence in one step.
 
@@ -55,6 +56,18 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
+
+    @property
+    def shape(self) -> StepShape:
+        """What its cost depends on."""
+        return StepShape(
+            kind="decode" if self.decode else "mixed",
+            size=self.size,
+            rows=len(self.rows),
+            tokens=self.num_tokens,
+            context=sum(row.start + row.count for row in self.rows),
+            attended=sum(causal_pairs(row.count, row.start) for row in self.rows),
+        )
 
     @property
     def num_sampled(self) -> int:

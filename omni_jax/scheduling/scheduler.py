@@ -1,4 +1,4 @@
-"""First come, first served, under one token budget a step; recomputes what it has to preempt.
+"""Spends one token budget a step, first come first served or by class and deadline; recomputes what it preempts.
 
 There are no phases: every sequence has tokens that are known or pending and a number of them that are computed, and a
 step lets computed catch up. The engine runs one step ahead, so a step is planned before the tokens of the one before
@@ -14,16 +14,26 @@ it are known. What makes that safe:
 
 Pictures are encoded beside the steps. A sequence that needs one which is not there yet is passed over, in the queue as
 in the batch: nobody waits for another's picture.
+
+The order of service is a discipline's (discipline.py). By deadline, the budget goes to segments: the most urgent one
+first, to its end, then whichever is the most urgent then; decoding rows always run, and the budget is what keeps them
+within their objective. Who gets nothing is paused: only its turn is lost. For somebody of a more urgent class a slot is
+taken from the least urgent, which keeps its blocks; and blocks, when there are none, from the end of what it has.
 """
 
 import bisect
 import dataclasses
+import heapq
+import math
 from collections.abc import Iterable
+from typing import Literal
 
+from omni_jax.cost import CostModel, StepShape
 from omni_jax.memory import BlockPool
 from omni_jax.requests import InvalidRequest, MediaSpan, Request, Sequence
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.scheduling.buckets import Buckets
+from omni_jax.scheduling.discipline import Discipline, FirstCome
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.plan import Row, StepPlan
 
@@ -38,6 +48,8 @@ class SchedulerConfig:
         max_model_len: tokens of prompt and output together; the block pool holds at least one such sequence.
         buckets: compiled sizes.
         eos_token_ids: ids that end a sequence unless it ignores them.
+        chunked_prefill: a prompt may be computed over several steps. Without it (first come, first served only) a step
+            must have room for the longest: max_num_batched_tokens is at least max_model_len.
     """
 
     max_num_seqs: int
@@ -45,8 +57,15 @@ class SchedulerConfig:
     max_model_len: int
     buckets: Buckets
     eos_token_ids: frozenset[int] = frozenset()
+    chunked_prefill: bool = True
 
     def __post_init__(self):
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len + self.max_num_seqs:
+            raise ValueError(
+                f"without chunked prefill a step must have room for a whole prompt beside decoding rows: "
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_model_len {self.max_model_len} with "
+                f"max_num_seqs {self.max_num_seqs}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -74,14 +93,45 @@ class Accepted:
     index: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that a person who watches the scheduler wants to know.
+
+    Attributes:
+        kind: a sequence lost its turn (pause) or got it back (resume), or lost its slot, or its slot and blocks
+            (preempt).
+        sequence: whose.
+        reason: in words.
+        blocks: how many it lost.
+    """
+
+    kind: Literal["pause", "resume", "preempt"]
+    sequence: Sequence
+    reason: str
+    blocks: int = 0
+
+
 class Scheduler:
     """Holds every live request, from admission to its last token.
 
     Args:
         features: the encoder cache, for a model that reads pictures; without it no request has any.
+        discipline: the order of service.
+        cost: predicts how long a step takes; without it, steps are as large as the budget.
+
+    Attributes:
+        events: what has happened since somebody emptied the list.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, features: Features | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        features: Features | None = None,
+        *,
+        discipline: Discipline | None = None,
+        cost: CostModel | None = None,
+    ):
         if pool.num_usable * pool.block_size < config.max_model_len:
             raise ValueError(
                 f"the KV cache holds {pool.num_usable} blocks of {pool.block_size} tokens, "
@@ -90,6 +140,9 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.features = features
+        self.discipline: Discipline = discipline or FirstCome()
+        self.cost = cost
+        self.events: list[Event] = []
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
@@ -156,11 +209,13 @@ class Scheduler:
 
     def reset(self) -> None:
         """After a step that raised: what ran and what was sampled is computed again (contract e)."""
-        for sequence in [s for family in self._live.values() for s in family if s.finish_reason is None]:
+        live = [s for family in self._live.values() for s in family if s.finish_reason is None]
+        hidden = {child for sequence in live for child in sequence.children}  # in no queue yet: they ask for nothing
+        for sequence in live:
             sequence.pending = 0
             if sequence.slot is not None:
                 self._preempt(sequence)
-            else:
+            elif sequence not in hidden:
                 self._release(sequence)
                 self._ask_again(sequence)
         if self.features is not None:
@@ -171,26 +226,28 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Everything planned counts as computed from here
         on."""
+        by_deadline = self.discipline.by_deadline
         if self.features is not None:
             self.features.ask(self.waiting)
-        decoding, prefilling = self._catching_up()
-        budget = self.config.max_num_batched_tokens - len(decoding)
+        if by_deadline:
+            self._make_way(now)
+        decoding, prefilling = self._catching_up(now)
+        budget = self._most_tokens(decoding, now) - len(decoding)
         wanted = sum(self._computable(s) for s in prefilling)
-        admissible = self._admissible(budget - wanted)
+        # By deadline, who waits may come before who runs; first come, first served, who runs came before.
+        admissible = self._admissible(budget if by_deadline else budget - wanted, now)
         wanted = min(budget, wanted + sum(self._computable(s) for s in admissible))
         if not decoding and not wanted:
             return None
 
-        rows = [self._row(sequence, 1) for sequence in decoding]
-        left = self.config.buckets.fill(len(decoding) + wanted, len(decoding)) - len(decoding) if wanted else 0
-        for sequence in prefilling + admissible:
-            if left <= 0:
-                break
-            if sequence.slot is None and not self._admit(sequence, now):
-                break
-            count = min(self._computable(sequence), left)
-            rows.append(self._row(sequence, count))
-            left -= count
+        rows = [self._row(sequence, 1, now) for sequence in decoding]
+        left = wanted
+        if wanted and self.config.chunked_prefill:
+            left = self.config.buckets.fill(len(decoding) + wanted, len(decoding)) - len(decoding)
+        for sequence, count in self._shares(prefilling + admissible, left, now):
+            rows.append(self._row(sequence, count, now))
+        if by_deadline:
+            self._note_pauses(prefilling, now)
         if not rows:
             return None
         decode = all(row.count == 1 and not row.score for row in rows)
@@ -198,12 +255,38 @@ class Scheduler:
         size = buckets.cover_decode(len(rows)) if decode else buckets.cover_mixed(sum(row.count for row in rows))
         return StepPlan(rows=tuple(rows), decode=decode, size=size)
 
-    def _catching_up(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences with one token to compute, each with the block it needs; and those with more or to score.
+    def _in_order(self, queue: list[Sequence], now: float) -> list[Sequence]:
+        """A copy of a queue in the order of service. Both queues are kept in order of arrival."""
+        if not self.discipline.by_deadline:
+            return list(queue)
+        return sorted(queue, key=lambda s: self.discipline.rank(s, now))
 
-        Preempts for the blocks, latest first: whoever is preempted comes later in `running` and is in no list yet.
-        """
+    def _most_tokens(self, decoding: list[Sequence], now: float) -> int:
+        """Tokens the next step may have: the largest compiled size that keeps who decodes within its objective, and
+        some tokens of a prompt in any case."""
+        most = self.config.max_num_batched_tokens
+        seconds = self.discipline.step_seconds(decoding, now)
+        if self.cost is None or seconds == math.inf:
+            return most
+        context = sum(sequence.computed + 1 for sequence in decoding)
+        fitting = len(decoding)
+        for size in self.config.buckets.mixed:
+            if size <= len(decoding):
+                continue
+            tokens = min(size, most)
+            shape = StepShape(
+                kind="mixed", size=size, rows=len(decoding) + 1, tokens=tokens, context=context, attended=context
+            )
+            if fitting > len(decoding) and self.cost.seconds(shape) > seconds:
+                break
+            fitting = tokens
+        return fitting
+
+    def _catching_up(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences with one token to compute, each with the block it needs; and those with more or to score.
+        Both in order of arrival. Preempts for the blocks, whoever is served last first."""
         decoding, prefilling = [], []
+        before = self.num_preemptions
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue
@@ -214,12 +297,14 @@ class Scheduler:
                 prefilling.append(sequence)
             elif sequence.computed >= sequence.num_prompt and sequence.remaining <= 0:
                 continue  # (a): its end is in flight
-            elif self._grow(sequence):
+            elif self._grow(sequence, now):
                 decoding.append(sequence)
+        if self.num_preemptions != before:
+            decoding, prefilling = ([s for s in some if s.slot is not None] for some in (decoding, prefilling))
         return decoding, prefilling
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Blocks for one more token; whoever came last is preempted for it, at worst the sequence itself."""
+    def _grow(self, sequence: Sequence, now: float) -> bool:
+        """Blocks for one more token; whoever is served last is preempted for it, at worst the sequence itself."""
         missing = self.pool.blocks_for(sequence.computed + 1) - len(sequence.blocks)
         while missing > 0:
             taken = self.pool.allocate(missing)
@@ -228,35 +313,132 @@ class Scheduler:
                 break
             if self._release_shared(besides=sequence):
                 continue
-            victim = self.running[-1]
-            self._preempt(victim)
-            self.num_preemptions += 1
+            victim, keep = self.running[-1], 0
+            if self.discipline.by_deadline:
+                victim = max(self.running, key=lambda s: self.discipline.rank(s, now))
+                keep = 0 if victim is sequence else len(victim.blocks) - missing
+            self._preempt(victim, keep=keep, reason=f"its blocks were needed by {_name(sequence)}, which decodes")
             if victim is sequence:
                 return False
         return True
 
-    def _admissible(self, budget: int) -> list[Sequence]:
+    def _make_way(self, now: float) -> None:
+        """Takes slots and blocks from sequences of less urgent classes for waiting ones that would have to wait for
+        them: from the least urgent first, its slot before its blocks, and of these the last ones.
+
+        Who takes is judged by its class, who gives by the class it had risen to when it was admitted: so two do not
+        take from each other in turn, and who was admitted because it had waited for long keeps what it has.
+        """
+        holders = [s for s in (*self.running, *self.waiting) if s.admitted_class < math.inf]
+        least = max((s.admitted_class for s in holders), default=-math.inf)
+        if not any(s.most_urgent < least for s in self.waiting):
+            return
+        slots, free = len(self._free_slots), self.pool.num_free - len(self.running)
+        for sequence in self._in_order(self.waiting, now):
+            if sequence.priority >= least:
+                continue
+            if sequence.pending or (self.features is not None and not self.features.starts(sequence)):
+                continue
+            need = self.pool.blocks_for(len(sequence.known)) - len(sequence.blocks)
+            if slots < 1 or need > free:
+                less = [s for s in holders if s.admitted_class > sequence.priority and (s.slot is not None or s.blocks)]
+                obtainable = free + sum(len(s.blocks) for s in less)
+                if obtainable < need or (slots < 1 and all(s.slot is None for s in less)):
+                    continue
+                less.sort(key=lambda s: self.discipline.rank(s, now))
+                self._give_up(sequence, less, slots < 1, need - free)
+                slots, free = len(self._free_slots), self.pool.num_free - len(self.running)
+            slots, free = slots - 1, free - need - 1
+
+    def _give_up(self, taker: Sequence, less: list[Sequence], slot: bool, blocks: int) -> None:
+        """Takes a slot and `blocks` from the last of `less`, which are in order."""
+        reason = f"{_name(taker)} is of a more urgent class"
+        while (slot or blocks > 0) and less:
+            victim = less.pop()
+            lost = min(len(victim.blocks), max(blocks, 0))
+            before = self.pool.num_free
+            if victim.slot is not None:
+                self._preempt(victim, keep=len(victim.blocks) - lost, reason=reason)
+                slot = False
+            elif lost:
+                self._cut(victim, len(victim.blocks) - lost)
+                self._ask_again(victim)
+                self.events.append(Event(kind="preempt", sequence=victim, reason=reason, blocks=lost))
+            blocks -= self.pool.num_free - before
+
+    def _admissible(self, budget: int, now: float) -> list[Sequence]:
         """Waiting sequences that could start now, in order, until the budget is used. Nothing is taken yet."""
+        if budget <= 0 or not self._free_slots:
+            return []
         found, free, slots = [], self.pool.num_free, len(self._free_slots)
         # Room for each running sequence to grow by a block, or what is admitted would soon be preempted again.
         reserve = len(self.running)
-        for sequence in self.waiting:
-            if budget <= 0 or slots <= len(found) or sequence.pending:
-                break  # (d): nothing overtakes a sequence whose token is in flight
+        for sequence in self._in_order(self.waiting, now):
+            if budget <= 0 or slots <= len(found):
+                break
+            if sequence.pending:  # (d)
+                if self.discipline.by_deadline:
+                    continue
+                break  # nothing overtakes it
             if self.features is not None and not self.features.starts(sequence):
                 continue
             need = self.pool.blocks_for(len(sequence.known)) - len(sequence.blocks)
-            if need + reserve > free:
-                if self.running or found or not self._release_shared(besides=sequence):
-                    break
+            while need + reserve > free and not self.running and not found and self._release_shared(besides=sequence):
                 free = self.pool.num_free
-                if need > free:
-                    break
+            if need + (reserve if self.running or found else 0) > free:
+                break
             found.append(sequence)
             free -= need
             reserve += 1
             budget -= self._computable(sequence)
         return found
+
+    def _shares(self, candidates: list[Sequence], left: int, now: float) -> list[tuple[Sequence, int]]:
+        """How many tokens each candidate gets of those that are left; who gets some is admitted."""
+        if self.discipline.by_deadline:
+            return self._shares_by_deadline(candidates, left, now)
+        shares = []
+        for sequence in candidates:
+            if left <= 0 or (not self.config.chunked_prefill and self._computable(sequence) > left):
+                break
+            if sequence.slot is None and not self._admit(sequence, now):
+                break
+            shares.append((sequence, min(self._computable(sequence), left)))
+            left -= shares[-1][1]
+        return shares
+
+    def _shares_by_deadline(self, candidates: list[Sequence], left: int, now: float) -> list[tuple[Sequence, int]]:
+        """Segment after segment, whichever is the most urgent."""
+        shares: dict[Sequence, int] = {}
+        heap = [(self.discipline.rank(s, now), i) for i, s in enumerate(candidates)]
+        heapq.heapify(heap)
+        while left > 0 and heap:
+            rank, i = heapq.heappop(heap)
+            sequence = candidates[i]
+            if sequence.slot is None and not self._admit(sequence, now):
+                continue
+            share = shares.get(sequence, 0)
+            segment = sequence.segment_at(sequence.computed + share)
+            whole = self._computable(sequence) - share
+            count = min(left, whole if segment is None else min(whole, segment.stop - sequence.computed - share))
+            shares[sequence] = share + count
+            left -= count
+            following = sequence.segment_at(sequence.computed + share + count)
+            if count < whole and following is not None and segment is not None:
+                aged = rank[0] - segment.priority
+                heapq.heappush(heap, ((aged + following.priority, following.deadline, sequence.order), i))
+            elif count < whole:
+                heapq.heappush(heap, (rank, i))  # output that is computed again follows its prompt
+        return list(shares.items())
+
+    def _note_pauses(self, prefilling: list[Sequence], now: float) -> None:
+        """Who has begun its prompt and got nothing of this step is paused until it gets something again."""
+        for sequence in prefilling:
+            if sequence.slot is not None and sequence.computed and sequence.served_at != now and not sequence.paused:
+                sequence.paused = True
+                self.events.append(
+                    Event(kind="pause", sequence=sequence, reason="more urgent segments took the budget")
+                )
 
     def _computable(self, sequence: Sequence) -> int:
         """How many of a sequence's uncomputed tokens could be computed now."""
@@ -271,11 +453,12 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         _remove(self.waiting, sequence)
         bisect.insort(self.running, sequence, key=lambda s: s.order)
+        sequence.admitted_class = self.discipline.rank(sequence, now)[0]
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
         return True
 
-    def _row(self, sequence: Sequence, count: int) -> Row:
+    def _row(self, sequence: Sequence, count: int, now: float) -> Row:
         assert sequence.slot is not None
         start, end = sequence.computed, sequence.computed + count
         row = Row(
@@ -293,6 +476,10 @@ class Scheduler:
         )
         sequence.on_device_blocks = len(sequence.blocks)
         sequence.computed = end
+        sequence.served_at = now
+        if sequence.paused:
+            sequence.paused = False
+            self.events.append(Event(kind="resume", sequence=sequence, reason="its turn has come"))
         if self.features is not None:
             self.features.leave_behind(sequence)
         sequence.pending += row.sample
@@ -312,9 +499,13 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, tokens: Iterable[int | None]) -> list[Accepted]:
+    def commit(self, plan: StepPlan, tokens: Iterable[int | None], now: float = 0.0) -> list[Accepted]:
         """Takes the sampled token of each row (None where none was; -1 where the logits were not numbers) and ends the
-        sequences it ends. Rows of sequences that ended meanwhile are dropped."""
+        sequences it ends. Rows of sequences that ended meanwhile are dropped.
+
+        Args:
+            now: when the tokens came, in the engine's seconds.
+        """
         accepted = []
         for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=True)):
             sequence = row.sequence
@@ -328,6 +519,8 @@ class Scheduler:
                 if token < 0:
                     self.finish(sequence, "error")
                 else:
+                    if sequence.first_token_at is None:
+                        sequence.first_token_at = now
                     sequence.known.append(token)
                     self._end_if_due(sequence, token)
             elif not sequence.max_output and row.start + row.count >= sequence.num_prompt:
@@ -371,30 +564,54 @@ class Scheduler:
                 self._enqueue(child)
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.free(reversed(sequence.blocks))
-        sequence.blocks = []
-        sequence.computed = 0
+        self._cut(sequence, 0)
+        if sequence.slot is not None:
+            self._release_slot(sequence)
+
+    def _cut(self, sequence: Sequence, keep: int) -> None:
+        """Takes the blocks behind the first `keep` from a sequence. It holds no features afterwards, and its block
+        table has to be written anew."""
+        self.pool.free(reversed(sequence.blocks[keep:]))
+        del sequence.blocks[keep:]
+        sequence.computed = min(sequence.computed, keep * self.pool.block_size)
         sequence.on_device_blocks = 0
         if self.features is not None:
             self.features.release(sequence)
-        if sequence.slot is not None:
-            self._free_slots.append(sequence.slot)
-            sequence.slot = None
 
     def _release_shared(self, besides: Sequence) -> bool:
-        """Takes back blocks that only waiting siblings hold; they will compute them again. Whether there were any."""
-        # Siblings share the beginning of a prompt, so that their first block tells whose blocks are the same.
-        kept = {s.blocks[0] for s in (*self.running, besides) if s.blocks}
-        holders = [s for s in self.waiting if s.blocks and s.blocks[0] not in kept]
-        for sequence in holders:
-            self._release(sequence)
-            self._ask_again(sequence)
-        return bool(holders)
+        """Takes back blocks that only a waiting sequence holds, the last to arrive; it will compute them again. Whether
+        there was one."""
+        holders = [s for s in self.waiting if s.blocks and s is not besides]
+        if not holders:
+            return False
+        kept = {block for s in (*self.running, besides) for block in s.blocks}
+        # What is shared is the beginning of a prompt: who shares its last block shares all.
+        holder = next((s for s in reversed(holders) if s.blocks[-1] not in kept), None)
+        if holder is None:
+            return False
+        self._release(holder)
+        self._ask_again(holder)
+        return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, *, keep: int = 0, reason: str | None = None) -> None:
+        """Sends a running sequence back to the queue, with its first `keep` blocks. With a reason it is told of."""
+        if reason is not None:
+            lost = len(sequence.blocks) - keep
+            self.num_preemptions += 1
+            self.events.append(Event(kind="preempt", sequence=sequence, reason=reason, blocks=lost))
         _remove(self.running, sequence)
-        self._release(sequence)
+        self._cut(sequence, keep)
+        self._release_slot(sequence)
         self._enqueue(sequence)
+
+    def _release_slot(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
+
+
+def _name(sequence: Sequence) -> str:
+    return f"{sequence.request.id}[{sequence.index}]"
 
 
 def _remove(queue: list[Sequence], sequence: Sequence) -> None:

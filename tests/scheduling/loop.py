@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from omni_jax.cost import CostModel
 from omni_jax.memory import BlockPool, EncoderCache
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
-from omni_jax.scheduling import Buckets, Features, Scheduler, SchedulerConfig, StepPlan, default_buckets
+from omni_jax.scheduling import Buckets, Discipline, Features, Scheduler, SchedulerConfig, StepPlan, default_buckets
 from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream, seen_prompt
 
 Ending = tuple[tuple[int, ...], str, str | int | None]  # tokens, finish reason, stop reason
@@ -68,6 +69,8 @@ class Loop:
         max_num_batched_tokens: int = 64,
         buckets: Buckets | None = None,
         eos: Iterable[int] = (),
+        discipline: Discipline | None = None,
+        cost: CostModel | None = None,
         feature_rows: int = 0,
         most_patches: int = 8,
         slices: int = 2,
@@ -91,7 +94,7 @@ class Loop:
         self.encoding: tuple[MediaSpan, ...] = ()
         self.slices_left = 0
         self.encoded: collections.Counter[bytes] = collections.Counter()
-        self.scheduler = Scheduler(self.config, self.pool, self.features)
+        self.scheduler = Scheduler(self.config, self.pool, self.features, discipline=discipline, cost=cost)
         self.device = FakeDevice(
             num_blocks=blocks + 1, block_size=block_size, slots=max_num_seqs, max_model_len=max_model_len
         )
@@ -107,14 +110,29 @@ class Loop:
     # -- what a test does ---------------------------------------------------------------------------------------------
 
     def add(
-        self, prompt: int | Iterable[int], *, id: str | None = None, stop_pair=None, nan_at=None, media=(), **params
+        self,
+        prompt: int | Iterable[int],
+        *,
+        id: str | None = None,
+        stop_pair=None,
+        nan_at=None,
+        media=(),
+        segments=(),
+        slo=None,
+        **params,
     ):
         """A request; a prompt given by its length is made up. Returns its continuations."""
         number = next(self._names)
         if isinstance(prompt, int):
             prompt = [(number * 5 + i * i + i // 3) % 7 for i in range(prompt)]
         request = Request(
-            id=id or f"r{number}", prompt_ids=tuple(prompt), params=SamplingParams(**params), media=tuple(media)
+            id=id or f"r{number}",
+            prompt_ids=tuple(prompt),
+            params=SamplingParams(**params),
+            arrival=float(self.pool.step),
+            media=tuple(media),
+            segments=tuple(segments),
+            slo=slo,
         )
         added = self.scheduler.add(request)
         self.cases[request.id] = Case(request=request, stop_pair=stop_pair, nan_at=nan_at)
@@ -307,6 +325,8 @@ class Loop:
             self.computed[sequence] += row.count
             self.admitted[sequence] += row.admit
 
+        if self.scheduler.discipline.by_deadline:
+            return
         # First come, first served: who is let in goes before all that could have been let in and were not.
         admitted = [row.sequence.order for row in rows if row.admit]
         left = [
@@ -318,7 +338,7 @@ class Loop:
 
     def _commit(self, plan: StepPlan, result: Result) -> None:
         dropped = {row.sequence for row in plan.rows if row.sequence.finish_reason is not None}
-        accepted = self.scheduler.commit(plan, result.tokens)
+        accepted = self.scheduler.commit(plan, result.tokens, float(self.pool.step))
         assert [a.index for a in accepted] == [i for i, r in enumerate(plan.rows) if r.sequence not in dropped]
         for one in accepted:
             row, sequence = one.row, one.row.sequence

@@ -134,3 +134,17 @@ def test_continuations_share_what_their_prompt_shows():
     ask(run, ("a", 6), text=1, n=3)
     run.run()
     run.check_endings()
+
+
+def test_after_a_failed_step_those_who_are_not_queued_yet_hold_nothing():
+    """Continuations that wait for their prompt to be computed are in no queue, and could not give anything back."""
+    run = loop(feature_rows=7, slices=8)
+    first = ask(run, ("a", 6), max_tokens=20)
+    ask(run, ("b", 6), n=4)
+    run.step()
+    run.fail_step(dispatched=False)
+    while [span.key for span in run.encoding] != [b"b"]:
+        run.step()
+    run.preempt(first)
+    run.run()
+    run.check_endings()

@@ -6,7 +6,8 @@ import functools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_jax.scheduling import Buckets
+from omni_jax.scheduling import Buckets, SLOFirst
+from omni_jax.segments import SLO, Segment
 from tests.scheduling.loop import Loop, picture
 
 LENGTHS = {"a": 1, "b": 2, "c": 3, "d": 6}  # of pictures, by name
@@ -22,8 +23,15 @@ class Event:
     which: int = 0
 
 
+class Guess:
+    """A cost model that knows nothing but the size."""
+
+    def seconds(self, shape):
+        return 0.1 * shape.size
+
+
 @st.composite
-def scenarios(draw, pictures=False):
+def scenarios(draw, pictures=False, slo=False):
     """(arguments of Loop, events). Small pools and small numbers, so that everything touches an edge often."""
     block_size = draw(st.integers(1, 5))
     max_model_len = draw(st.integers(2, 26))
@@ -49,12 +57,15 @@ def scenarios(draw, pictures=False):
             "most_patches": draw(st.integers(max(LENGTHS.values()), 12)),
             "slices": draw(st.integers(1, 4)),
         }
-    events = draw(st.lists(_events(block_size, max_model_len, pictures), min_size=1, max_size=12))
+    if slo:
+        loop["discipline"] = SLOFirst(aging_seconds=draw(st.sampled_from([1, 3, 10, 1000])))
+        loop["cost"] = draw(st.sampled_from([None, Guess()]))
+    events = draw(st.lists(_events(block_size, max_model_len, pictures, slo), min_size=1, max_size=12))
     return loop, sorted(events, key=lambda event: event.step)
 
 
 @st.composite
-def _events(draw, block_size, max_model_len, pictures=False):
+def _events(draw, block_size, max_model_len, pictures=False, slo=False):
     step = draw(st.integers(0, 12))
     kind = draw(st.sampled_from(["add"] * 8 + ["abort", "abort between", "stop between", "raise", "raise late"]))
     if kind != "add":
@@ -77,6 +88,9 @@ def _events(draw, block_size, max_model_len, pictures=False):
     }
     if pictures:
         what["media"] = draw(_pictures(prompt))
+    if slo:
+        what["segments"] = draw(_segments(prompt))
+        what["slo"] = SLO(tpot_ms=draw(st.sampled_from([None, 100, 3000])), priority=draw(st.integers(-1, 2)))
     return Event(step, kind, what)
 
 
@@ -91,6 +105,24 @@ def _pictures(draw, prompt):
         media.append(picture(name, at, LENGTHS[name]))
         at += LENGTHS[name]
     return media
+
+
+@st.composite
+def _segments(draw, prompt):
+    """A prompt cut anywhere, or not at all."""
+    edges = sorted({0, prompt} | draw(st.sets(st.integers(0, prompt), max_size=4)))
+    due = sorted(draw(st.lists(st.integers(0, 30), min_size=len(edges) - 1, max_size=len(edges) - 1)))
+    return draw(
+        st.sampled_from(
+            [
+                (),
+                tuple(
+                    Segment(start=a, stop=b, modality="text", priority=draw(st.integers(-1, 2)), deadline=float(d))
+                    for a, b, d in zip(edges, edges[1:], due, strict=False)
+                ),
+            ]
+        )
+    )
 
 
 def play(loop: Loop, events: list[Event]) -> None:
@@ -129,6 +161,16 @@ def test_any_schedule_says_what_each_says_alone(scenario):
 @given(scenarios(pictures=True))
 def test_any_schedule_with_pictures_says_what_each_says_alone(scenario):
     """And the feature array is small, so that pictures are evicted, taken back and encoded again."""
+    arguments, events = scenario
+    loop = Loop(**arguments)
+    play(loop, events)
+    loop.check_endings()
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.booleans().flatmap(lambda pictures: scenarios(pictures=pictures, slo=True)))
+def test_any_schedule_by_deadline_says_what_each_says_alone(scenario):
+    """However prompts are cut, and whoever is urgent: it decides when work runs, and never what comes out."""
     arguments, events = scenario
     loop = Loop(**arguments)
     play(loop, events)
