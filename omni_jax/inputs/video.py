@@ -51,6 +51,9 @@ _DEMUXERS = {
 }
 _CODECS = "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,av1,libdav1d,mpeg4,mpeg2video,mpeg1video,h263,theora,mjpeg,prores,gif"
 
+# A title that is no UTF-8 is no reason to refuse a film. av 19 knows that by itself, and takes no such argument.
+_METADATA: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
+
 # What Image.transpose does to make a frame stand upright, by the container's rotation in degrees (anticlockwise).
 _UPRIGHT = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -335,7 +338,7 @@ def _opened(data: bytes, max_source_pixels: int) -> Iterator[tuple]:
     source, demuxer = io.BytesIO(data), _demuxer(data)
     with (
         _faults(),
-        av.open(source, "r", demuxer, options=options, metadata_errors="replace", io_open=refuse) as container,
+        av.open(source, "r", demuxer, options=options, io_open=refuse, **_METADATA) as container,
     ):
         stream: Any = container.streams.best("video")
         if stream is None:

@@ -100,6 +100,7 @@ def clip(
     container: dict[str, str] | None = None,
     times=None,
     images=None,
+    title: str = "film",
     file: Path | None = None,
     **options: str,
 ) -> bytes:
@@ -107,6 +108,7 @@ def clip(
     is where it is put together, where memory will not do."""
     stream = io.BytesIO()
     with av.open(file or stream, "w", format=format, container_options=container or {}) as film:
+        film.metadata["title"] = title
         track = film.add_stream(codec, rate=rate, options={name.replace("_", "-"): v for name, v in options.items()})
         track.width, track.height, track.pix_fmt = *size, pix_fmt
         for i in range(frames):

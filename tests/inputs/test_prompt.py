@@ -119,7 +119,7 @@ def test_positions_come_with_the_prompt(vision_tokenizer, vision):
     assert prompt.positions.dtype == np.int32
     assert prompt.positions.shape == (3, len(prompt.ids))
     # 5 | 2 x 3 tokens | 6 | 3 steps of 2 x 2 | 7
-    assert prompt.positions[0].tolist() == [0, *[1] * 6, 4, *[5] * 4, *[6] * 4, *[7] * 4, 7]
+    assert prompt.positions[0].tolist() == [0, *[1] * 6, 4, *[5] * 4, *[6] * 4, *[7] * 4, 8]
     timed = media.vision_config(vision_tokenizer, tokens_per_second=2.0)
     prompt = expand([5, vision.video_token_id], [FILM], timed)
     assert prompt.positions[0].tolist() == [0, *[1] * 4, *[3] * 4, *[5] * 4]  # FILM has a step a second

@@ -354,6 +354,12 @@ def test_a_rate_that_frames_do_not_keep():
     assert frames.seconds_per_frame == pytest.approx(0.5, rel=0.06)
 
 
+def test_a_title_that_is_no_utf_8():
+    data = clip(4, title="Tonight")
+    assert b"Tonight" in data
+    decode_video(data.replace(b"Tonight", b"T\xf4nigh\xff"), SETTINGS)
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
