@@ -24,7 +24,7 @@ from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Req
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.runtime import StepResult
 from omni_jax.scheduling import Accepted, Features, FirstCome, Scheduler, SchedulerConfig, SLOFirst
-from omni_jax.scheduling.scheduler import output_room
+from omni_jax.scheduling.limits import output_room
 from omni_jax.segments import SLO, Segment, make_policy, prompt_view, with_deadlines
 
 logger = logging.getLogger(__name__)

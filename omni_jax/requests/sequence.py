@@ -109,5 +109,7 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the next tokens to compute are prompt positions to be scored. Siblings leave it to the first."""
+        if self.request.params.prompt_logprobs is None or self.index:
+            return False
         done = max(self.scored, self.computed)  # what a step in flight scores is computed and not handed out yet
-        return self.request.params.prompt_logprobs is not None and self.index == 0 and done < self.num_prompt - 1
+        return done < self.num_prompt - 1

@@ -3,8 +3,9 @@
 from omni_jax.scheduling.buckets import Buckets, default_buckets, patch_buckets
 from omni_jax.scheduling.discipline import Discipline, FirstCome, SLOFirst
 from omni_jax.scheduling.features import Features
+from omni_jax.scheduling.limits import SchedulerConfig
 from omni_jax.scheduling.plan import Row, StepPlan
-from omni_jax.scheduling.scheduler import Accepted, Event, Scheduler, SchedulerConfig
+from omni_jax.scheduling.scheduler import Accepted, Event, Scheduler
 
 __all__ = [
     "Accepted",

@@ -32,50 +32,10 @@ from omni_jax.cost import CostModel, StepShape
 from omni_jax.memory import BlockPool
 from omni_jax.requests import InvalidRequest, MediaSpan, Request, Sequence
 from omni_jax.requests.outputs import FinishReason
-from omni_jax.scheduling.buckets import Buckets
 from omni_jax.scheduling.discipline import Discipline, FirstCome
 from omni_jax.scheduling.features import Features
+from omni_jax.scheduling.limits import SchedulerConfig, output_room
 from omni_jax.scheduling.plan import Row, StepPlan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of a batch.
-
-    Attributes:
-        max_num_seqs: sequences that run at once; as many slots exist on the device.
-        max_num_batched_tokens: tokens a step computes at most; at least max_num_seqs, so that everyone can decode.
-        max_model_len: tokens of prompt and output together; the block pool holds at least one such sequence.
-        buckets: compiled sizes.
-        eos_token_ids: ids that end a sequence unless it ignores them.
-        chunked_prefill: a prompt may be computed over several steps. Without it (first come, first served only) a step
-            must have room for the longest: max_num_batched_tokens is at least max_model_len.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    buckets: Buckets
-    eos_token_ids: frozenset[int] = frozenset()
-    chunked_prefill: bool = True
-
-    def __post_init__(self):
-        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len + self.max_num_seqs:
-            raise ValueError(
-                f"without chunked prefill a step must have room for a whole prompt beside decoding rows: "
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_model_len {self.max_model_len} with "
-                f"max_num_seqs {self.max_num_seqs}"
-            )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running sequence decodes one token a step"
-            )
-        if self.buckets.rows < self.max_num_seqs or self.buckets.mixed[-1] < self.max_num_batched_tokens:
-            raise ValueError(
-                f"the largest buckets ({self.buckets.rows} rows, {self.buckets.mixed[-1]} tokens) must hold a full "
-                f"step: max_num_seqs is {self.max_num_seqs}, max_num_batched_tokens {self.max_num_batched_tokens}"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,7 +251,7 @@ class Scheduler:
             if sequence.slot is None:
                 continue
             uncomputed = sequence.uncomputed
-            if not self._computable(sequence):
+            if not uncomputed or (sequence.request.media and not self._computable(sequence)):
                 continue  # all is computed, or the next picture is not there yet
             if uncomputed > 1 or sequence.wants_prompt_logprobs:
                 prefilling.append(sequence)
@@ -306,11 +266,13 @@ class Scheduler:
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Blocks for one more token; whoever is served last is preempted for it, at worst the sequence itself."""
         missing = self.pool.blocks_for(sequence.computed + 1) - len(sequence.blocks)
-        while missing > 0:
+        if missing <= 0:
+            return True
+        while True:
             taken = self.pool.allocate(missing)
             if taken is not None:
                 sequence.blocks += taken
-                break
+                return True
             if self._release_shared(besides=sequence):
                 continue
             victim, keep = self.running[-1], 0
@@ -320,7 +282,6 @@ class Scheduler:
             self._preempt(victim, keep=keep, reason=f"its blocks were needed by {_name(sequence)}, which decodes")
             if victim is sequence:
                 return False
-        return True
 
     def _make_way(self, now: float) -> None:
         """Takes slots and blocks from sequences of less urgent classes for waiting ones that would have to wait for
@@ -442,7 +403,9 @@ class Scheduler:
 
     def _computable(self, sequence: Sequence) -> int:
         """How many of a sequence's uncomputed tokens could be computed now."""
-        return sequence.uncomputed if self.features is None else self.features.computable(sequence)
+        if self.features is None or not sequence.request.media:
+            return sequence.uncomputed
+        return self.features.computable(sequence)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         need = self.pool.blocks_for(len(sequence.known)) - len(sequence.blocks)
@@ -472,7 +435,7 @@ class Scheduler:
             admit=sequence.on_device_blocks == 0,
             first_new_block=sequence.on_device_blocks,
             new_blocks=tuple(sequence.blocks[sequence.on_device_blocks :]),
-            features=() if self.features is None else self.features.in_row(sequence, start, end),
+            features=self.features.in_row(sequence, start, end) if self.features and sequence.request.media else (),
         )
         sequence.on_device_blocks = len(sequence.blocks)
         sequence.computed = end
@@ -480,7 +443,7 @@ class Scheduler:
         if sequence.paused:
             sequence.paused = False
             self.events.append(Event(kind="resume", sequence=sequence, reason="its turn has come"))
-        if self.features is not None:
+        if self.features is not None and sequence.request.media:
             self.features.leave_behind(sequence)
         sequence.pending += row.sample
         if sequence.children and end >= sequence.num_prompt:
@@ -619,23 +582,3 @@ def _remove(queue: list[Sequence], sequence: Sequence) -> None:
     at = bisect.bisect_left(queue, sequence.order, key=lambda s: s.order)
     if at < len(queue) and queue[at] is sequence:
         del queue[at]
-
-
-def output_room(request: Request, max_model_len: int) -> int:
-    """Tokens the request may generate: its max_tokens, cut to what the context leaves.
-
-    Raises:
-        InvalidRequest: an empty prompt, or one that leaves no room for what is asked.
-    """
-    prompt, asked = len(request.prompt_ids), request.params.max_tokens
-    if not prompt:
-        raise InvalidRequest("the prompt is empty: it must have at least one token", param="prompt")
-    room = max_model_len - prompt
-    if room < 0 or (room == 0 and asked != 0):
-        wish = "" if asked is None else f" and asks for {asked} more"
-        raise InvalidRequest(
-            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {prompt} tokens{wish}. "
-            "Shorten the prompt.",
-            param="prompt",
-        )
-    return room if asked is None else min(asked, room)

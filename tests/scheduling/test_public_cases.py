@@ -5,7 +5,7 @@ import pytest
 from omni_jax.memory import BlockPool
 from omni_jax.requests import InvalidRequest, Request, SamplingParams
 from omni_jax.scheduling import Buckets, Scheduler, SchedulerConfig, default_buckets
-from omni_jax.scheduling.scheduler import output_room
+from omni_jax.scheduling.limits import output_room
 from tests.scheduling.loop import Loop
 
 

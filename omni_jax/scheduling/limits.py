@@ -1,0 +1,66 @@
+"""What a batch may hold, and what a request may ask for."""
+
+import dataclasses
+
+from omni_jax.requests import InvalidRequest, Request
+from omni_jax.scheduling.buckets import Buckets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a batch.
+
+    Attributes:
+        max_num_seqs: sequences that run at once; as many slots exist on the device.
+        max_num_batched_tokens: tokens a step computes at most; at least max_num_seqs, so that everyone can decode.
+        max_model_len: tokens of prompt and output together; the block pool holds at least one such sequence.
+        buckets: compiled sizes.
+        eos_token_ids: ids that end a sequence unless it ignores them.
+        chunked_prefill: a prompt may be computed over several steps. Without it (first come, first served only) a step
+            must have room for the longest: max_num_batched_tokens is at least max_model_len.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    buckets: Buckets
+    eos_token_ids: frozenset[int] = frozenset()
+    chunked_prefill: bool = True
+
+    def __post_init__(self):
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len + self.max_num_seqs:
+            raise ValueError(
+                f"without chunked prefill a step must have room for a whole prompt beside decoding rows: "
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_model_len {self.max_model_len} with "
+                f"max_num_seqs {self.max_num_seqs}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence decodes one token a step"
+            )
+        if self.buckets.rows < self.max_num_seqs or self.buckets.mixed[-1] < self.max_num_batched_tokens:
+            raise ValueError(
+                f"the largest buckets ({self.buckets.rows} rows, {self.buckets.mixed[-1]} tokens) must hold a full "
+                f"step: max_num_seqs is {self.max_num_seqs}, max_num_batched_tokens {self.max_num_batched_tokens}"
+            )
+
+
+def output_room(request: Request, max_model_len: int) -> int:
+    """Tokens the request may generate: its max_tokens, cut to what the context leaves.
+
+    Raises:
+        InvalidRequest: an empty prompt, or one that leaves no room for what is asked.
+    """
+    prompt, asked = len(request.prompt_ids), request.params.max_tokens
+    if not prompt:
+        raise InvalidRequest("the prompt is empty: it must have at least one token", param="prompt")
+    room = max_model_len - prompt
+    if room < 0 or (room == 0 and asked != 0):
+        wish = "" if asked is None else f" and asks for {asked} more"
+        raise InvalidRequest(
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {prompt} tokens{wish}. "
+            "Shorten the prompt.",
+            param="prompt",
+        )
+    return room if asked is None else min(asked, room)
