@@ -1,0 +1,126 @@
+"""A step in words: by hand, and against what the runner packs for the device."""
+
+import re
+
+import numpy as np
+
+from omni_jax.requests import Request, SamplingParams, Sequence
+from omni_jax.runtime.debug import describe
+from omni_jax.scheduling import Row, StepPlan
+from omni_jax.segments import Segment
+from tests.engine.test_vision import asked
+from tests.engines import greedy, load_tiny, make_engine, request
+
+
+def row_of(sequence: Sequence, start: int, count: int, **fields) -> Row:
+    row = {"feedback": False, "sample": False, "score": False, "admit": False, "first_new_block": 0, "new_blocks": ()}
+    return Row(sequence=sequence, slot=3, start=start, count=count, **(row | fields))
+
+
+def sequence_of(name: str, length: int, **fields) -> Sequence:
+    item = Request(id=name, prompt_ids=tuple(range(1000, 1000 + length)), params=SamplingParams(), **fields)
+    return Sequence(request=item, index=0, order=(0, 0), max_output=9, known=list(item.prompt_ids))
+
+
+def test_a_step_reads_like_this():
+    segments = [
+        Segment(start=0, stop=130, modality="text", label="sentence 1"),
+        Segment(start=130, stop=150, modality="table", label="table 1"),
+        Segment(start=150, stop=200, modality="text"),
+    ]
+    one = sequence_of("r7", 200, segments=tuple(segments))
+    one.blocks = [4, 9]
+    other = sequence_of("r8", 3)
+    other.known += [7, 8]
+    other.blocks = [5]
+    plan = StepPlan(
+        rows=(row_of(one, 120, 32, admit=True), row_of(other, 5, 1, feedback=True, sample=True)), decode=False, size=64
+    )
+    assert describe(plan).splitlines() == [
+        "step: mixed, 2 rows, 33 tokens in a bucket of 64",
+        "r7[0]: tokens 120..151 of a prompt of 200; places 0..31; slot 3, new to its slot",
+        "  input ids  1120 1121 1122 1123 ... 24 more ... 1148 1149 1150 1151",
+        "  segments   0 (text 'sentence 1'): 120..129; 1 (table 'table 1'): 130..149; 2 (text): 150..151",
+        "  positions  120..151",
+        "  sees       tokens 120..151 of r7[0] see 0..151: the first of them 0..120, each next one more",
+        "  blocks     4 9 (2)",
+        "r8[0]: tokens 5 of a prompt of 3, 2 of output; places 32; slot 3, samples",
+        "  input ids  (on the device)",
+        "  segments   1 (output): 5",
+        "  positions  5",
+        "  sees       tokens 5 of r8[0] see 0..5",
+        "  blocks     5 (1)",
+        "padding: places 33..63; what they write goes to page 0, which no sequence has",
+    ]
+
+
+def test_positions_of_a_picture_are_runs_and_follow_it_in_the_output():
+    positions = np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]], np.int32)
+    sequence = sequence_of("r", 6, positions=positions)
+    sequence.known += [5]
+    text = describe(StepPlan(rows=(row_of(sequence, 0, 7),), decode=False, size=7))
+    assert "padding" not in text
+    (line,) = re.findall(r"positions  (.*)", text)
+    assert line == ("(time, height, width) (0, 0, 0)..(1, 1, 1); (1, 1, 2); (1, 2, 1); (1, 2, 2); (3, 3, 3)..(4, 4, 4)")
+
+
+def test_what_it_says_is_what_is_packed():
+    """Ids, places, positions and lengths, of every step of real requests: chunks, decoding, a picture."""
+    loaded = load_tiny("qwen2_vl")
+    engine = make_engine(loaded)
+    runner, packed, told = engine._runner, [], []
+    pack, dispatch = runner._pack_body, runner.dispatch
+
+    def packing(key, plan):
+        buffer = pack(key, plan)
+        width = plan.size if plan.decode else runner.shapes.rows
+        packed.append({k: v.copy() for k, v in runner.shapes.body_layout(plan.size, width).views(buffer).items()})
+        return buffer
+
+    def dispatching(plan):
+        told.append(describe(plan))
+        return dispatch(plan)
+
+    runner._pack_body, runner.dispatch = packing, dispatching
+    try:
+        for item in (asked(loaded, "one_image"), request("t", 90, greedy(max_tokens=5))):
+            engine.add(item)
+        while engine.has_work:
+            engine.step()
+    finally:
+        del runner._pack_body, runner.dispatch
+    assert len(told) == len(packed) > 5
+    rows = on_device = pictures = 0
+    for text, fields in zip(told, packed, strict=True):
+        for n, block in enumerate(re.split(r"\n(?=\S)", text)[1:]):
+            if block.startswith("padding"):
+                assert (fields["tokens"][int(re.search(r"places (\d+)", block)[1]) :] == 0).all()
+                continue
+            rows += 1
+            first, last = (int(x) for x in re.search(r"places (\d+)(?:\.\.(\d+))?", block).groups(default=-1))
+            last = max(first, last)
+            shown = re.search(r"input ids  (.*)", block)[1]
+            ids = fields["tokens"][first : last + 1].tolist()
+            if "on the device" in shown:
+                on_device += 1
+                assert ids == [-1 - int(re.search(r"slot (\d+)", block)[1])]
+            else:
+                head, _, tail = shown.partition(" ... ")
+                head = [int(x) for x in head.split()]
+                tail = [int(x) for x in tail.rpartition("... ")[2].split()]
+                assert ids[: len(head)] == head
+                assert ids[len(ids) - len(tail) :] == tail
+            assert fields["row_slot"][n] == int(re.search(r"slot (\d+)", block)[1])
+            assert fields["kv_len"][n] - 1 == int(re.search(r"see \d+\.\.(\d+)", block)[1])
+            runs = re.search(r"positions  (.*)", block)[1]
+            triples = [[int(x) for x in found] for found in re.findall(r"\((\d+), (\d+), (\d+)\)", runs)]
+            if triples:
+                pictures += "features" in block
+                assert fields["rotary"][:, first].tolist() == triples[0]
+                assert fields["rotary"][:, last].tolist() == triples[-1]
+            else:
+                ends = [int(x) for x in runs.split("..")]
+                assert fields["rotary"][0, [first, last]].tolist() == [ends[0], ends[-1]]
+    assert rows > 6
+    assert on_device
+    assert pictures
