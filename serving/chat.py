@@ -9,6 +9,7 @@ from aiohttp import web
 
 from omni_jax.inputs import Prompt
 from omni_jax.requests import Request, SamplingParams, TokenLogprob
+from omni_jax.segments import Segment
 from serving.errors import REQUEST_ID
 from serving.generation import Batch, generation, merged
 from serving.logprobs import chat_logprobs, prompt_logprobs
@@ -39,6 +40,7 @@ class _Call:
     request: ChatRequest
     prompt: Prompt
     params: SamplingParams
+    segments: tuple[Segment, ...]
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -53,6 +55,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         arrival=time.monotonic(),
         media=call.prompt.media,
         positions=call.prompt.positions,
+        segments=call.segments,
+        slo=call.request.slo(),
     )
     async with generation(server, [submitted]) as batches:
         if call.request.stream:
@@ -71,6 +75,8 @@ async def _prepare(server: Server, raw: bytes) -> _Call:
         vocab_size=server.engine.info.vocab_size,
         prompt_tokens=len(prompt.ids),
     )
+    policy = request.segment_policy
+    segments = await server.in_thread(server.cutter.cut, prompt.ids, prompt.media, policy)
     return _Call(
         id=new_id("chatcmpl"),
         created=int(time.time()),
@@ -78,13 +84,16 @@ async def _prepare(server: Server, raw: bytes) -> _Call:
         request=request.model_copy(update={"messages": []}),  # or their pictures stay in memory to the end
         prompt=prompt,
         params=params,
+        segments=segments,
     )
 
 
 def _understand(server: Server, raw: bytes) -> tuple[dict[str, Any], ChatRequest, str]:
     body = read_object(raw)
     request = validate(ChatRequest, body)
-    return body, request, server.model_name(request.model)
+    model = server.model_name(request.model)
+    server.cutter.check(request)  # before anything is fetched
+    return body, request, model
 
 
 def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:

@@ -8,6 +8,7 @@ from functools import partial
 from aiohttp import web
 
 from omni_jax.requests import Delta, InvalidRequest, Request, SamplingParams, TokenLogprob
+from omni_jax.segments import Segment
 from serving.errors import REQUEST_ID
 from serving.generation import Batch, generation, merged
 from serving.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
@@ -22,6 +23,7 @@ class _Prompt:
     text: str  # as it is echoed
     ids: tuple[int, ...]
     params: SamplingParams
+    segments: tuple[Segment, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     call = await server.in_thread(_prepare, server, await read_body(request))
     if header_safe(call.request.request_id):
         request[REQUEST_ID] = call.request.request_id
-    now = time.monotonic()
+    now, slo = time.monotonic(), call.request.slo()
     submitted = [
-        Request(id=f"{call.id}-{position}", prompt_ids=prompt.ids, params=prompt.params, arrival=now)
+        Request(
+            id=f"{call.id}-{position}",
+            prompt_ids=prompt.ids,
+            params=prompt.params,
+            arrival=now,
+            segments=prompt.segments,
+            slo=slo,
+        )
         for position, prompt in enumerate(call.prompts)
     ]
     async with generation(server, submitted) as batches:
@@ -70,10 +79,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 def _prepare(server: Server, raw: bytes) -> _Call:
     request = validate(CompletionRequest, read_object(raw))
+    model = server.model_name(request.model)
+    server.cutter.check(request)
     return _Call(
         id=new_id("cmpl"),
         created=int(time.time()),
-        model=server.model_name(request.model),
+        model=model,
         request=request,
         prompts=tuple(_prepare_prompt(server, request, prompt) for prompt in request.prompts()),
     )
@@ -103,7 +114,8 @@ def _prepare_prompt(server: Server, request: CompletionRequest, prompt: str | li
         vocab_size=info.vocab_size,
         prompt_tokens=len(ids),
     )
-    return _Prompt(text=text, ids=tuple(ids), params=params)
+    ids = tuple(ids)
+    return _Prompt(text=text, ids=ids, params=params, segments=server.cutter.cut(ids, (), request.segment_policy))
 
 
 class _Echo:

@@ -1,13 +1,16 @@
 """Prometheus metrics under vLLM's names, and a few of our own under `omni_jax:`."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from omni_jax.requests import SamplingParams
+from omni_jax.scheduling.figures import SECONDS
+from omni_jax.scheduling.records import Recorder
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -87,6 +90,50 @@ class _EngineCollector(Collector):
         yield cache
 
 
+class _RecordCollector(Collector):
+    """Reads what became of requests and segments. Every label has few values: none is a client's to choose."""
+
+    def __init__(self, recorder: Recorder, cuts: Callable[[], Mapping[str, Mapping[str, int]]], model_name: str):
+        self._recorder, self._cuts, self._model_name = recorder, cuts, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        recorder, model = self._recorder, self._model_name
+        attainment = GaugeMetricFamily(
+            "omni_jax:slo_attainment",
+            "Share of the latest requests that met an objective, of those that had it.",
+            labels=["model_name", "class", "objective"],
+        )
+        for kind, shares in recorder.attainment().items():
+            for objective, share in shares.items():
+                attainment.add_metric([model, kind, objective], share)
+        yield attainment
+        pauses = CounterMetricFamily("omni_jax:pauses", "Times a sequence lost its turn.", labels=["model_name"])
+        pauses.add_metric([model], recorder.pauses)
+        yield pauses
+        preemptions = CounterMetricFamily(
+            "omni_jax:preemptions",
+            "Times a sequence lost its slot or blocks: to one that decodes (blocks), to a more urgent one (class).",
+            labels=["model_name", "reason"],
+        )
+        for reason, count in dict(recorder.preemptions).items():
+            preemptions.add_metric([model, reason], count)
+        yield preemptions
+        cut = CounterMetricFamily(
+            "omni_jax:segments", "Segments that prompts were cut into.", labels=["model_name", "policy"]
+        )
+        for policy, counts in self._cuts().items():
+            cut.add_metric([model, policy], counts["segments"])
+        yield cut
+        seconds = HistogramMetricFamily(
+            "omni_jax:segment_seconds", "Of segments, by class and stage.", labels=["model_name", "class", "stage"]
+        )
+        bounds = [*(str(bound) for bound in SECONDS), "+Inf"]
+        for (kind, stage), (counts, total) in recorder.histograms().items():
+            up_to = list(zip(bounds, itertools.accumulate(counts), strict=True))
+            seconds.add_metric([model, kind, stage], up_to, total)
+        yield seconds
+
+
 class Metrics:
     """The metrics of one app, in a registry of its own.
 
@@ -94,12 +141,23 @@ class Metrics:
         stats: returns the engine's EngineStats.
         info: the engine's EngineInfo.
         model_name: the label that every metric carries.
+        recorder: knows what became of requests and segments.
+        cuts: returns policy -> {"segments": count}.
     """
 
-    def __init__(self, *, stats: Callable[[], Any], info: Any, model_name: str):
+    def __init__(
+        self,
+        *,
+        stats: Callable[[], Any],
+        info: Any,
+        model_name: str,
+        recorder: Recorder,
+        cuts: Callable[[], Mapping[str, Mapping[str, int]]],
+    ):
         self._registry = CollectorRegistry()
         cache_info = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
         self._registry.register(_EngineCollector(stats, cache_info, model_name))
+        self._registry.register(_RecordCollector(recorder, cuts, model_name))
         ProcessCollector(registry=self._registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

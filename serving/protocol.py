@@ -4,6 +4,7 @@ Unknown fields are ignored, as vLLM and OpenAI do. Fields that are known, would 
 are refused by name. JSON null is the same as a field left out. Nothing is coerced: "1" and true are no numbers.
 """
 
+import json
 import re
 import reprlib
 from collections.abc import Collection, Mapping
@@ -13,10 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from omni_jax.requests import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from omni_jax.segments import SLO
 from serving import strict_json
 
 MAX_PROMPTS = 2048  # in one /v1/completions request
 MAX_CHOICES = 8192  # prompts times n
+MAX_POLICY_SIZE = 16384  # characters of a segment policy as JSON; 64 named regions take about 4,000
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # What a request may set of how its pictures and films are prepared -> the type of its value.
@@ -45,7 +48,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
     "modalities": (["text"],),
-    "priority": (0,),
     "prompt_embeds": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
@@ -83,6 +85,18 @@ def _check_string_or_list(value: Any) -> Any:
     return value
 
 
+def _check_policy(value: Any) -> Any:
+    """What is in it is checked by whoever makes the policy; here it gets its bound."""
+    if value is not None and not isinstance(value, (str, dict)):
+        raise ValueError("must be a policy's name or an object")
+    if value is not None and (size := len(json.dumps(value))) > MAX_POLICY_SIZE:
+        raise ValueError(f"has {size} characters, at most {MAX_POLICY_SIZE} are allowed")
+    return value
+
+
+_OBJECTIVES = ("ttft_ms", "tpot_ms", "e2e_ms", "priority")
+
+
 class GenerationRequest(_Strict):
     """What /v1/completions and /v1/chat/completions have in common."""
 
@@ -109,9 +123,15 @@ class GenerationRequest(_Strict):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    priority: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    segment_policy: Annotated[str | dict[str, Any] | None, BeforeValidator(_check_policy)] = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
+        self.slo()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -126,6 +146,14 @@ class GenerationRequest(_Strict):
     def usage_in_every_chunk(self) -> bool:
         options = self.stream_options
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
+    def slo(self) -> SLO | None:
+        """What the client asks to be promised; None when it leaves that to the server.
+
+        Raises InvalidRequest for objectives that are not positive or absurd.
+        """
+        given = {name: value for name in _OBJECTIVES if (value := getattr(self, name)) is not None}
+        return SLO(**given) if given else None
 
     def wanted_tokens(self) -> tuple[str, int | None]:
         """The field that says how many tokens to generate, and what it says."""

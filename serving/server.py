@@ -22,6 +22,7 @@ from serving.metrics import CONTENT_TYPE, Metrics
 from serving.prompts import render
 from serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, read_object, validate
 from serving.responses import Detokenized, ModelCard, ModelList, Tokenized, Version
+from serving.segments import Cutter, SegmentOptions
 from serving.state import SERVER, Server
 from serving.wire import header_safe, json_response, new_id, read_body
 
@@ -45,6 +46,7 @@ def make_app(
     api_keys: Sequence[str] = (),
     max_body_size: int = MAX_BODY_SIZE,
     media: MediaOptions | None = None,
+    segments: SegmentOptions | None = None,
 ) -> web.Application:
     """An OpenAI-compatible app over an engine that was started.
 
@@ -55,14 +57,23 @@ def make_app(
         api_keys: any of them opens all routes; none leaves the server open.
         max_body_size: bytes of a request's body; a larger one gets a 413.
         media: what pictures and films requests may have, and from where; by default MediaOptions().
+        segments: how prompts are cut, and who may say so; by default SegmentOptions().
     """
     if not served_model_names:
         raise ValueError("served_model_names needs at least one name")
+    cutter = Cutter(engine, segments or SegmentOptions())
     server = Server(
         engine=engine,
         names=tuple(served_model_names),
         max_body_size=max_body_size,
-        metrics=Metrics(stats=engine.stats, info=engine.info, model_name=served_model_names[0]),
+        metrics=Metrics(
+            stats=engine.stats,
+            info=engine.info,
+            model_name=served_model_names[0],
+            recorder=engine.recorder,
+            cuts=cutter.counts,
+        ),
+        cutter=cutter,
         media=media or MediaOptions(),
         pool=ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text"),
         media_pool=ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media"),
@@ -76,6 +87,7 @@ def make_app(
         [
             web.get("/health", _health),
             web.get("/metrics", _metrics),
+            web.get("/stats", _stats),
             web.get("/version", _version),
             web.get("/v1/models", _models),
             web.get("/v1/models/{model:.+}", _model),
@@ -149,6 +161,25 @@ async def _health(request: web.Request) -> web.Response:
 
 async def _metrics(request: web.Request) -> web.Response:
     return web.Response(body=request.app[SERVER].metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _stats(request: web.Request) -> web.Response:
+    return await request.app[SERVER].in_thread(_figures, request.app[SERVER])
+
+
+def _figures(server: Server) -> web.Response:
+    """What became of the latest requests and segments, for a person with curl or a notebook."""
+    summary = server.engine.recorder.summary()
+    stats = server.engine.stats()
+    return web.json_response(
+        {
+            "model": server.names[0],
+            "running": stats.num_requests_running,
+            "waiting": stats.num_requests_waiting,
+            **summary,
+            "segments": {**summary["segments"], "by_policy": server.cutter.counts()},
+        }
+    )
 
 
 async def _version(request: web.Request) -> web.Response:

@@ -12,6 +12,7 @@ from aiohttp import web
 from serving.errors import ApiError
 from serving.media import MediaOptions
 from serving.metrics import Metrics
+from serving.segments import Cutter
 
 if TYPE_CHECKING:  # the engine brings JAX with it; a fake one in tests does not
     from omni_jax.engine.async_engine import AsyncEngine
@@ -28,6 +29,7 @@ class Server:
         names: the model's names; a request may use any, the first stands for it in responses that name none.
         max_body_size: bytes.
         metrics: what /metrics shows.
+        cutter: cuts prompts into segments.
         media: what may be fetched, and how many pictures and films a request may have.
         pool: threads for text work, which can take long for a long prompt and must not hold up the event loop.
         media_pool: threads that decode pictures and films; text does not wait for them.
@@ -40,6 +42,7 @@ class Server:
     names: tuple[str, ...]
     max_body_size: int
     metrics: Metrics
+    cutter: Cutter
     media: MediaOptions
     pool: ThreadPoolExecutor
     media_pool: ThreadPoolExecutor

@@ -13,6 +13,8 @@ from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.models.config import VisionConfig
 from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, TokenLogprob, Unavailable
+from omni_jax.scheduling.records import Recorder
+from omni_jax.segments import Segment, make_policy, prompt_view
 from tests import tiny, tiny_vl
 
 TEMPLATE = (
@@ -111,6 +113,8 @@ class FakeEngine:
         raise_after: tokens after which the stream itself raises, as a bug would.
         logprob: of every generated token.
         queue: most requests at a time.
+        segment_policy: how prompts are cut, where the request does not say.
+        recorder: what became of requests; a test fills it.
         dead: what check_health and submit complain of.
     """
 
@@ -127,6 +131,8 @@ class FakeEngine:
         self.raise_after: int | None = None
         self.logprob = -0.25
         self.queue = 64
+        self.segment_policy: Any = "request"
+        self.recorder = Recorder(segments=True)
         self.dead: str | None = None
         self.started = False
         self._draining = False
@@ -151,6 +157,10 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         running = sum(1 for stream in self._live.values() for task in stream.tasks if not task.done())
         return dataclasses.replace(self._stats, num_requests_running=running, kv_cache_usage=running / 64)
+
+    def cut(self, ids: tuple[int, ...], media: tuple = (), policy: Any = None) -> tuple[Segment, ...]:
+        chosen = make_policy(self.segment_policy, allow_custom=True) if policy is None else make_policy(policy)
+        return chosen(prompt_view(ids, media, self.tokenizer))
 
     def submit(self, request: Request) -> "_Stream":
         if self.dead:
