@@ -1,0 +1,342 @@
+"""One engine on a virtual clock: its scheduler and memory as they are, a cost model in the place of the device."""
+
+import bisect
+import collections
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from omni_jax.cost import CostModel, Kind, StepShape
+from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.requests import InvalidRequest, MediaSpan, Request
+from omni_jax.scheduling import (
+    Buckets,
+    Discipline,
+    Features,
+    FirstCome,
+    Row,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+    default_buckets,
+    patch_buckets,
+)
+from omni_jax.scheduling.records import Recorder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaConfig:
+    """What an engine would be started with. Names are EngineConfig's where it has them.
+
+    Attributes:
+        max_num_seqs, max_num_batched_tokens, max_model_len, block_size: see SchedulerConfig and BlockPool.
+        num_blocks: of the KV cache that may be used; None: as many as max_num_seqs of max_model_len take.
+        buckets: compiled sizes; None: the engine's default for these limits.
+        chunked_prefill: see SchedulerConfig.
+        discipline: the order of service.
+        segment_policy: how prompts are cut; see segments.make_policy.
+        encoder_cache_tokens: features of pictures on the device; 0 for a model that reads text only.
+        max_patches: of one picture.
+        pack_patches: pictures share a call of the tower up to so many.
+        encoder_slices: parts of equal length that a call of the tower runs in, one at most between two steps.
+        host_seconds: from the beginning of a plan to its dispatch.
+        noise: standard deviation of the logarithm of a step's seconds, around what the cost model says.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 4096
+    block_size: int = 32
+    num_blocks: int | None = None
+    buckets: Buckets | None = None
+    chunked_prefill: bool = True
+    discipline: Discipline = dataclasses.field(default_factory=FirstCome)
+    segment_policy: str | Mapping[str, Any] = "request"
+    encoder_cache_tokens: int = 8192
+    max_patches: int = 5120
+    pack_patches: int = 1024
+    encoder_slices: int = 33
+    host_seconds: float = 0.5e-3
+    noise: float = 0.0
+
+    def __post_init__(self):
+        if self.encoder_slices < 1 or self.host_seconds < 0 or self.noise < 0:
+            raise ValueError(
+                f"encoder_slices must be at least 1, host_seconds and noise at least 0, got {self.encoder_slices}, "
+                f"{self.host_seconds} and {self.noise}"
+            )
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The scheduler's limits. No token ends a sequence: what it says is made up."""
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            buckets=self.buckets
+            or default_buckets(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens),
+            chunked_prefill=self.chunked_prefill,
+        )
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return self.max_num_seqs * -(-self.max_model_len // self.block_size)
+
+
+class Piece(NamedTuple):
+    """Tokens of one segment in one step.
+
+    Attributes:
+        request_id, index: whose.
+        segment: its number in the prompt; output has the number behind the last.
+        start: place of the first token in the sequence.
+        count: tokens, or patches in a slice of the tower.
+    """
+
+    request_id: str
+    index: int
+    segment: int
+    start: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What the device did at one time.
+
+    Attributes:
+        replica: whose device.
+        start: virtual seconds.
+        seconds: how long.
+        kind: decode, mixed, or encode for one slice of the tower.
+        size: the bucket.
+        pieces: what it was for.
+    """
+
+    replica: int
+    start: float
+    seconds: float
+    kind: Kind
+    size: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Call:
+    """A call of the tower that is under way."""
+
+    spans: tuple[MediaSpan, ...]
+    shape: StepShape
+    pieces: tuple[Piece, ...]
+    slice_seconds: float
+    left: int
+    ready: float  # when the device has done the last slice
+
+
+class Replica:
+    """Engine._advance without threads: `wake` is called at the time it asked for.
+
+    The loop runs one step ahead: step k + 1 is planned and dispatched, and then a slice of the tower, before the result
+    of step k is waited for. The device does all of it in order.
+
+    Args:
+        index: its number in the fleet.
+        cost: how long the device takes; the scheduler asks it too.
+        seed: of the noise.
+        on_step: is told what the device does.
+
+    Attributes:
+        load: prompt tokens of the requests that have not ended.
+        busy_seconds: of the device.
+        idle: it waits for nothing; `add` says when to wake it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        config: ReplicaConfig,
+        cost: CostModel,
+        recorder: Recorder,
+        *,
+        seed: int = 0,
+        on_step: Callable[[Step], None] | None = None,
+    ):
+        self.index, self.load, self.busy_seconds, self.idle = index, 0, 0.0, True
+        self._config, self._cost, self._recorder, self._on_step = config, cost, recorder, on_step
+        self._features = None
+        if config.encoder_cache_tokens:
+            self._features = Features(
+                EncoderCache(config.encoder_cache_tokens),
+                most_patches=config.max_patches,
+                pack_patches=config.pack_patches,
+            )
+            self._patch_buckets = patch_buckets(config.max_patches)
+        self.scheduler = Scheduler(
+            config.scheduler,
+            BlockPool(config.usable_blocks + 1, config.block_size),
+            self._features,
+            discipline=config.discipline,
+            cost=cost,
+        )
+        self._random = random.Random(f"{seed} {index}")
+        self._in_flight: collections.deque[tuple[StepPlan, float]] = collections.deque()  # and when it is ready
+        self._device_free = 0.0
+        self._call: _Call | None = None
+        self._waits_for: Callable[[float], object] | None = None
+
+    def add(self, request: Request) -> None:
+        """Queues a request. An idle replica is to be woken at once.
+
+        Raises:
+            InvalidRequest: it can never run here.
+        """
+        for span in request.media:
+            if self._features is None or not self._features.cache.fits(span.length):
+                raise InvalidRequest(
+                    f"request {request.id}: a picture of {span.length} tokens is larger than the encoder cache "
+                    f"({self._config.encoder_cache_tokens})"
+                )
+            if span.num_patches > self._config.max_patches:
+                raise InvalidRequest(
+                    f"request {request.id}: a picture of {span.num_patches} patches is larger than max_patches "
+                    f"({self._config.max_patches})"
+                )
+        self.scheduler.add(request)
+        self.load += len(request.prompt_ids)
+
+    def wake(self, now: float) -> float | None:
+        """Does what is due; when to wake it next, or None: when somebody comes."""
+        if self._waits_for is not None:
+            proceed, self._waits_for = self._waits_for, None
+            proceed(now)
+        again = self._advance(now)
+        self.idle = again is None
+        return again
+
+    def _advance(self, now: float) -> float | None:
+        plan = self.scheduler.plan(now)
+        for event in self.scheduler.events:
+            self._recorder.event(event, now)
+        self.scheduler.events.clear()
+        issued = now
+        if plan is not None:
+            self._recorder.planned(plan, now)
+            issued += self._config.host_seconds
+            shape = plan.shape
+            pieces = () if self._on_step is None else tuple(p for row in plan.rows for p in _pieces(row))
+            self._in_flight.append((plan, self._run(issued, self._cost.seconds(shape), shape, pieces)))
+
+        encoded = False
+        if self._call is not None:
+            if self._call.ready <= issued:
+                encoded = self._slice(issued)
+            elif not self._in_flight:
+                self._waits_for = self._slice
+                return self._call.ready
+        elif spans := self.scheduler.next_batch():
+            self._begin(spans, issued)
+        if not self._in_flight:
+            if self._call is None and not encoded:
+                if self.scheduler.num_live:
+                    raise RuntimeError(f"replica {self.index} has requests at {now} s and nothing to do for them")
+                return None
+            return issued
+        if plan is not None and len(self._in_flight) == 1:
+            return issued
+        self._waits_for = self._read
+        return max(issued, self._in_flight[0][1])
+
+    def _run(self, issued: float, seconds: float, shape: StepShape, pieces: tuple[Piece, ...]) -> float:
+        """The device does something as soon as it can; when that is done."""
+        if self._config.noise:
+            seconds *= math.exp(self._config.noise * self._random.gauss(0.0, 1.0))
+        start = max(issued, self._device_free)
+        self._device_free = start + seconds
+        self.busy_seconds += seconds
+        if self._on_step is not None:
+            self._on_step(
+                Step(replica=self.index, start=start, seconds=seconds, kind=shape.kind, size=shape.size, pieces=pieces)
+            )
+        return self._device_free
+
+    def _read(self, now: float) -> None:
+        plan, _ = self._in_flight.popleft()
+        accepted = self.scheduler.commit(plan, [0 if row.sample else None for row in plan.rows], now)
+        self._recorder.committed(plan, now)
+        for one in accepted:
+            sequence = one.row.sequence
+            if sequence.finish_reason is not None:
+                self._recorder.finished(sequence, now)
+                if not self.scheduler.has(sequence.request.id):
+                    self.load -= sequence.num_prompt
+
+    # -- pictures -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, spans: tuple[MediaSpan, ...], now: float) -> None:
+        """Engine._encode: patches are embedded, which is taken to cost nothing; slices follow."""
+        self._recorder.encoding(spans, now)
+        shape = self._shape_of(spans)
+        self._call = _Call(
+            spans=spans,
+            shape=shape,
+            pieces=() if self._on_step is None else tuple(self._pieces_of(spans)),
+            slice_seconds=self._cost.seconds(shape) / self._config.encoder_slices,
+            left=self._config.encoder_slices,
+            ready=max(now, self._device_free),
+        )
+
+    def _slice(self, now: float) -> bool:
+        """The next slice; whether it was the last. Steps planned from then on find the features, as the device does
+        all in order."""
+        call = self._call
+        assert call is not None
+        call.ready = self._run(now, call.slice_seconds, call.shape, call.pieces)
+        call.left -= 1
+        if call.left:
+            return False
+        self.scheduler.encoded(call.spans)
+        self._recorder.encoded(call.spans, now)
+        self._call = None
+        return True
+
+    def _shape_of(self, spans: tuple[MediaSpan, ...]) -> StepShape:
+        """As Encoder.shape_of."""
+        patches = [span.num_patches for span in spans]
+        total = sum(patches)
+        return StepShape(
+            kind="encode",
+            size=next(size for size in self._patch_buckets if size >= total),
+            rows=len(patches),
+            tokens=total,
+            context=0,
+            attended=sum(count * count for count in patches),
+        )
+
+    def _pieces_of(self, spans: tuple[MediaSpan, ...]) -> Iterator[Piece]:
+        """Each picture's, as that of the first sequence that waits for it."""
+        wanted = {span.key for span in spans}
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            for span in sequence.request.media[sequence.media_passed : sequence.media_held]:
+                if span.key in wanted:
+                    wanted.remove(span.key)
+                    segment = bisect.bisect_right(sequence.request.segment_stops, span.start)
+                    yield Piece(sequence.request.id, sequence.index, segment, span.start, span.num_patches)
+
+
+def _pieces(row: Row) -> Iterator[Piece]:
+    """A row by segments."""
+    sequence, start, stop = row.sequence, row.start, row.start + row.count
+    stops = sequence.request.segment_stops or (sequence.num_prompt,)
+    for segment in range(bisect.bisect_right(stops, start), len(stops)):
+        if start >= stop:
+            return
+        end = min(stops[segment], stop)
+        yield Piece(sequence.request.id, sequence.index, segment, start, end - start)
+        start = end
+    if start < stop:
+        yield Piece(sequence.request.id, sequence.index, len(stops), start, stop - start)
