@@ -16,6 +16,7 @@ from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Unavailable
+from omni_jax.scheduling.records import Recorder
 from omni_jax.segments import Segment
 
 logger = logging.getLogger(__name__)
@@ -53,11 +54,13 @@ class AsyncEngine:
         info: what it serves; known after `start`.
         tokenizer: the model's; known after `start`.
         vision: how pictures become patches, or None for a model that reads text only; known after `start`.
+        recorder: what became of requests and segments; known after `start`.
     """
 
     info: EngineInfo
     tokenizer: Tokenizer
     vision: VisionInputs | None
+    recorder: Recorder
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None):
         self._config, self._progress = config, progress
@@ -185,7 +188,8 @@ class AsyncEngine:
         except Exception as error:  # noqa: BLE001  handed to whoever awaits `start`
             self._call(lambda error=error: ready.cancelled() or ready.set_exception(error))
             return
-        self.info, self.tokenizer, self.vision, self._engine = engine.info, engine.tokenizer, engine.vision, engine
+        self.info, self.tokenizer, self.vision = engine.info, engine.tokenizer, engine.vision
+        self.recorder, self._engine = engine.recorder, engine
         self._call(lambda: ready.cancelled() or ready.set_result(None))
         try:
             while not (self._stopping and not self._orders):

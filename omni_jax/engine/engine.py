@@ -25,6 +25,7 @@ from omni_jax.requests.outputs import FinishReason
 from omni_jax.runtime import StepResult
 from omni_jax.scheduling import Accepted, Features, FirstCome, Scheduler, SchedulerConfig, SLOFirst
 from omni_jax.scheduling.limits import output_room
+from omni_jax.scheduling.records import Recorder, log_event
 from omni_jax.segments import SLO, Segment, make_policy, prompt_view, with_deadlines
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Engine:
         tokenizer: the model's tokenizer.
         vision: how pictures become patches, for a model that reads them; else None.
         cost: what steps take on this machine, learnt from those that ran.
+        recorder: what became of requests and segments.
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None):
@@ -61,6 +63,7 @@ class Engine:
         if self._encoder is not None:
             sizes["encode"] = self._encoder.config.buckets
         self.cost = TableCost(sizes, overhead=buckets.overhead)
+        self.recorder = Recorder(segments=config.segment_aware, log_segments=config.segment_aware)
         self._policy = make_policy(config.segment_policy, allow_custom=True)
         self._slo = SLO(ttft_ms=config.ttft_ms, tpot_ms=config.tpot_ms, e2e_ms=config.e2e_ms)
         self._scheduler = Scheduler(
@@ -194,8 +197,15 @@ class Engine:
         return deltas
 
     def _advance(self) -> list[Delta]:
-        plan = self._scheduler.plan(time.monotonic())
+        now = time.monotonic()
+        plan = self._scheduler.plan(now)
+        self._tell(now)
         if plan is not None:
+            self.recorder.planned(plan, now)
+            if self.config.debug_print_batch:
+                from omni_jax.runtime.debug import describe
+
+                logger.info("%s", describe(plan))
             late = bool(self._in_flight) and self._in_flight[-1].is_ready()
             result = self._runner.dispatch(plan)
             if self._in_flight:
@@ -212,6 +222,13 @@ class Engine:
             return []
         return self._read(self._in_flight.popleft())
 
+    def _tell(self, now: float) -> None:
+        """Pauses and preemptions of the plan just made go to the log and into the figures."""
+        events, self._scheduler.events = self._scheduler.events, []
+        for event in events:
+            self.recorder.event(event, now)
+            log_event(event)
+
     def _encode(self, *, wait: bool) -> None:
         """Dispatches the next slice of the vision tower, if there is one and the last one has ended. With `wait`, as
         there is no step to read meanwhile, waits for that."""
@@ -225,9 +242,11 @@ class Engine:
             self._encoding += encoder.slice_seconds[-1] if wait else math.nan
             if done:
                 self._scheduler.encoded(done)
+                self.recorder.encoded(done, time.monotonic())
                 if math.isfinite(self._encoding):
                     self.cost.observe(encoder.shape_of(done), self._encoding)
         elif batch := self._scheduler.next_batch():
+            self.recorder.encoding(batch, time.monotonic())
             encoder.begin(batch, [self._features.cache.rows(span.key) for span in batch])
             self._encoding = 0.0
         else:
@@ -249,7 +268,9 @@ class Engine:
         tokens = [None if found is None else int(found[0]) for found in by_row]
         offsets = np.cumsum([0] + [row.count for row in result.plan.rows])
         deltas = []
-        for accepted in self._scheduler.commit(result.plan, tokens, ready):
+        committed = self._scheduler.commit(result.plan, tokens, ready)
+        self.recorder.committed(result.plan, ready)
+        for accepted in committed:
             row = accepted.row
             if row.score and scored is not None:
                 at = int(offsets[accepted.index])
@@ -315,6 +336,7 @@ class Engine:
 
     def _ended(self, sequence: Sequence, *, text="", token_ids=(), logprobs=(), error=None) -> Delta:
         """The last delta of a sequence, with what its detokenizer held back."""
+        self.recorder.finished(sequence, time.monotonic())
         rest = self._detokenizers.pop(sequence).finish()
         assert sequence.finish_reason is not None
         self._stats.requests_finished[sequence.finish_reason] += 1
