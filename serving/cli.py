@@ -20,6 +20,11 @@ app = typer.Typer(
 )
 
 
+class SchedulingPolicy(enum.StrEnum):
+    fcfs = "fcfs"
+    slo = "slo"
+
+
 class GenerationConfig(enum.StrEnum):
     auto = "auto"
     vllm = "vllm"
@@ -27,6 +32,43 @@ class GenerationConfig(enum.StrEnum):
 
 ModelDir = Annotated[
     Path, typer.Argument(metavar="MODEL_DIR", help="A model in Hugging Face layout: config, tokenizer, safetensors.")
+]
+
+
+def _model_or_settings(context: typer.Context, given: Path) -> Path:
+    """MODEL of `serve`. A file of settings in its place sets the defaults of the flags: what is given on the command
+    line overrules it."""
+    from serving import config_file
+
+    if context.resilient_parsing or not config_file.is_settings(given):
+        return given
+    options = {param.name: param for param in context.command.params if param.param_type_name == "option"}
+    options.pop("help", None)
+    try:
+        model, defaults = config_file.load(
+            given, flags={str(name): bool(getattr(option, "is_flag", False)) for name, option in options.items()}
+        )
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    for name, value in defaults.items():
+        many = options[name].multiple
+        if isinstance(value, list) != many:
+            if not many:
+                raise typer.BadParameter(f"{given}: {name} must be one value, got {value!r}")
+            defaults[name] = [value]
+    context.default_map = defaults
+    return model
+
+
+ModelOrSettings = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        is_eager=True,  # before the flags: it may set their defaults
+        callback=_model_or_settings,
+        help="A model in Hugging Face layout: config, tokenizer, safetensors. Or a .json or .yaml file with the key "
+        "model and flags by their names, and segment_policies: a policy for each modality.",
+    ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and output together, at most.")]
 Dtype = Annotated[str | None, typer.Option(help="Of weights and KV cache: auto, bfloat16 or float32.")]
@@ -48,7 +90,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
     epilog="Example: omni-jax serve ~/models/SmolLM2-135M-Instruct --served-model-name smollm2 --port 8000",
 )
 def serve(
-    model_dir: ModelDir,
+    model_dir: ModelOrSettings,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     served_model_name: Annotated[
@@ -97,6 +139,42 @@ def serve(
     encoder_layers_per_slice: Annotated[
         int | None, typer.Option(min=1, help="Layers of the vision tower that run between two steps.")
     ] = None,
+    scheduling_policy: Annotated[
+        SchedulingPolicy, typer.Option(help="First come, first served; or by class and deadline (slo).")
+    ] = SchedulingPolicy.fcfs,
+    segment_policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME_OR_JSON",
+            help="How prompts are cut: request, by_modality, by_sentence, hybrid, package.module:function; or "
+            'with arguments: {"policy": "by_length", "max_length": 256}; or so for each modality: {"text": ...}.',
+        ),
+    ] = "request",
+    allow_request_segment_policy: Annotated[
+        bool, typer.Option("--allow-request-segment-policy", help="Let requests set segment_policy.")
+    ] = False,
+    ttft_ms: Annotated[
+        float | None, typer.Option(help="Objective of requests that bring none: milliseconds to the first token.")
+    ] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="The same, from one token to the next.")] = None,
+    e2e_ms: Annotated[float | None, typer.Option(help="The same, to the last token.")] = None,
+    aging_seconds: Annotated[
+        float, typer.Option(help="Who was not served for so long moves up by a class (slo).")
+    ] = 10.0,
+    enable_chunked_prefill: Annotated[
+        bool,
+        typer.Option(
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+            help="Compute a prompt over several steps; without it, whole in one (fcfs only).",
+        ),
+    ] = True,
+    segment_aware: Annotated[
+        bool, typer.Option("--segment-aware", help="Log a table of its segments when a request ends.")
+    ] = False,
+    debug_print_batch: Annotated[
+        bool,
+        typer.Option("--debug-print-batch", help="Log what each step computes: ids, segments, visible keys. Slow."),
+    ] = False,
     max_body_size: Annotated[
         int,
         typer.Option(min=1, help="Bytes of a request, at most; a picture in it takes a third more than its file."),
@@ -129,6 +207,8 @@ def serve(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    cut = _segment_policy(segment_policy)
+    _check_objectives(scheduling_policy, ttft_ms, tpot_ms, e2e_ms, aging_seconds, enable_chunked_prefill)
     try:
         sock = bind(host, port)  # before the model is loaded: a port in use is known at once
     except CannotListen as error:
@@ -151,9 +231,19 @@ def serve(
             max_pixels=max_pixels,
             encoder_cache_tokens=encoder_cache_tokens,
             encoder_layers_per_slice=encoder_layers_per_slice,
+            scheduling_policy=scheduling_policy.value,
+            segment_policy=cut,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            e2e_ms=e2e_ms,
+            aging_seconds=aging_seconds,
+            enable_chunked_prefill=enable_chunked_prefill,
+            segment_aware=segment_aware,
+            debug_print_batch=debug_print_batch,
         )
         from omni_jax.engine.async_engine import AsyncEngine
         from serving.progress import stage_bars
+        from serving.segments import SegmentOptions
         from serving.server import make_app
 
         with stage_bars() as progress:
@@ -165,6 +255,7 @@ def serve(
                     api_keys=api_key or (),
                     max_body_size=max_body_size,
                     media=media,
+                    segments=SegmentOptions(policy=cut, allow_request_policy=allow_request_segment_policy),
                 ),
                 sock,
                 shutdown_timeout=shutdown_timeout,
@@ -407,6 +498,39 @@ def version(as_json: AsJson = False) -> None:
 
     versions = {"omni-jax": version_of("omni-jax"), "jax": version_of("jax"), "python": sys.version.split()[0]}
     print(json.dumps(versions) if as_json else "\n".join(f"{name} {number}" for name, number in versions.items()))
+
+
+def _segment_policy(text: str) -> Any:
+    """The policy that a flag names, for EngineConfig; a usage error that lists the valid ones when there is none."""
+    from serving.segments import parse_policy
+
+    if ":" in text and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a person keeps a policy of their own; after everything that is installed
+    try:
+        return parse_policy(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--segment-policy") from None
+
+
+def _check_objectives(
+    policy: SchedulingPolicy,
+    ttft_ms: float | None,
+    tpot_ms: float | None,
+    e2e_ms: float | None,
+    aging_seconds: float,
+    chunked: bool,
+) -> None:
+    """Usage errors of what the engine would refuse only once the model is loaded."""
+    from omni_jax.scheduling import SLOFirst
+    from omni_jax.segments import SLO
+
+    try:
+        SLO(ttft_ms=ttft_ms, tpot_ms=tpot_ms, e2e_ms=e2e_ms)
+        SLOFirst(aging_seconds=aging_seconds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if policy is SchedulingPolicy.slo and not chunked:
+        raise typer.BadParameter("slo needs chunked prefill", param_hint="--scheduling-policy")
 
 
 def _engine_config(**options: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from omni_jax.requests import InvalidRequest, MediaSpan
-from omni_jax.segments import MODALITIES, POLICIES, Segment, make_policy
+from omni_jax.segments import POLICIES, Segment, make_policy
 from serving.protocol import GenerationRequest
 
 if TYPE_CHECKING:
@@ -101,15 +101,6 @@ def parse_policy(text: str) -> PolicySpec:
             raise ValueError(f"segment policy: not JSON: {error}") from None
     make_policy(spec, allow_custom=True)
     return spec
-
-
-def merge_policies(given: Any) -> PolicySpec:
-    """`segment_policies` of a settings file: modality -> policy, with its arguments."""
-    if not isinstance(given, Mapping) or not given or not set(given) <= set(MODALITIES):
-        raise ValueError(
-            f"segment_policies must map some of {', '.join(MODALITIES)} to policies, got {_shortened(repr(given))}"
-        )
-    return given
 
 
 def _refused(error: ValueError) -> InvalidRequest:

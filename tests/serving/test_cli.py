@@ -1,13 +1,16 @@
 """The command line: what it passes on, what it prints, how it exits."""
 
+import dataclasses
 import io
 import json
 import socket
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,6 +21,7 @@ from omni_jax.requests import EngineError
 from serving import cli, run
 from serving.media import MediaOptions, MediaPolicy
 from serving.progress import progress_bar, stage_bars
+from serving.segments import SegmentOptions
 from serving.state import SERVER
 from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
 from tests.tiny import write_tiny
@@ -179,6 +183,175 @@ def test_serve_media_flags_that_are_wrong_are_usage_errors(invoke, served, tmp_p
     result = invoke("serve", str(tmp_path), "--port", "0", *flags)
     assert result.exit_code == 2, result.output
     assert served == {}
+
+
+def test_serve_segment_and_objective_flags(invoke, served, tmp_path, monkeypatch):
+    assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
+    assert served["server"].cutter._options == SegmentOptions()
+    flags = ["--scheduling-policy", "slo", "--ttft-ms", "500", "--tpot-ms", "50.5", "--e2e-ms", "9000"]
+    flags += ["--aging-seconds", "2.5", "--segment-aware", "--debug-print-batch", "--allow-request-segment-policy"]
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags, "--segment-policy", "hybrid")
+    assert result.exit_code == 0, result.output
+    assert served["config"] == EngineConfig(
+        model_dir=tmp_path,
+        scheduling_policy="slo",
+        segment_policy="hybrid",
+        ttft_ms=500.0,
+        tpot_ms=50.5,
+        e2e_ms=9000.0,
+        aging_seconds=2.5,
+        segment_aware=True,
+        debug_print_batch=True,
+    )
+    assert served["server"].cutter._options == SegmentOptions(policy="hybrid", allow_request_policy=True)
+    text = '{"text": {"policy": "by_length", "max_length": 64}, "image": "by_region"}'
+    text = text.replace('"by_region"', '{"policy": "by_region", "regions": {"rows": 2}}')
+    assert invoke("serve", str(tmp_path), "--port", "0", "--segment-policy", text).exit_code == 0
+    assert served["config"].segment_policy == json.loads(text)
+    assert invoke("serve", str(tmp_path), "--port", "0", "--no-enable-chunked-prefill").exit_code == 0
+    assert served["config"].enable_chunked_prefill is False
+
+
+def test_a_policy_of_ones_own_is_found_in_the_working_directory(invoke, served, tmp_path, monkeypatch):
+    (tmp_path / "h11_own.py").write_text("def cut(view): return [(0, view.length)]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    result = invoke("serve", str(tmp_path), "--port", "0", "--segment-policy", "h11_own:cut")
+    assert result.exit_code == 0, result.output
+    assert served["config"].segment_policy == "h11_own:cut"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--segment-policy", "by_page"), "by_modality"),
+        (("--segment-policy", "no.such.module:cut"), "cannot import"),
+        (("--segment-policy", '{"policy": "by_length"}'), "max_length"),
+        (("--segment-policy", '{"policy": "by_region", "regions": {"rows": 0}}'), '"cols": 2'),
+        (("--segment-policy", "{"), "JSON"),
+        (("--segment-policy", ""), "by_modality"),
+        (("--scheduling-policy", "lifo"), "fcfs"),
+        (("--scheduling-policy", "slo", "--no-enable-chunked-prefill"), "chunked"),
+        *((("--ttft-ms", text), "ttft_ms") for text in ("0", "-1", "nan", "inf", "1e12")),
+        (("--tpot-ms", "-5"), "tpot_ms"),
+        (("--e2e-ms", "0"), "e2e_ms"),
+        *((("--aging-seconds", text), "aging_seconds") for text in ("0", "-1", "nan", "inf")),
+    ],
+)
+def test_serve_segment_flags_that_are_wrong_are_usage_errors_that_say_what_is_right(
+    invoke, served, tmp_path, flags, told
+):
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags, env={"COLUMNS": "1000"})
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+    assert served == {}
+
+
+SETTINGS = {
+    "model": "the/model",
+    "tokenizer": "the/model",
+    "max-num-seqs": 4,
+    "max_model_len": 100,
+    "served_model_name": "a",
+    "api_key": ["k1", "k2"],
+    "scheduling-policy": "slo",
+    "ttft_ms": 250.5,
+    "access_log": False,
+    "segment_aware": True,
+    "limit_mm_per_prompt": {"image": 3},
+    "dtype": None,
+    "port": 0,
+    "segment_policies": {
+        "text": {"policy": "by_length", "max_length": 64},
+        "image": {"policy": "by_region", "regions": {"left": [0, 0, 0.5, 1], "right": [0.5, 0, 1, 1]}},
+    },
+}
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".json", json.dumps), (".yaml", yaml.safe_dump), (".yml", json.dumps)])
+def test_a_file_of_settings_stands_in_place_of_the_model(invoke, served, tmp_path, suffix, write):
+    file = tmp_path / f"settings{suffix}"
+    file.write_text(write(SETTINGS))
+    result = invoke("serve", str(file))
+    assert result.exit_code == 0, result.output
+    config = EngineConfig(
+        model_dir=Path("the/model"),
+        max_num_seqs=4,
+        max_model_len=100,
+        scheduling_policy="slo",
+        ttft_ms=250.5,
+        segment_aware=True,
+        segment_policy=SETTINGS["segment_policies"],
+    )
+    assert served["config"] == config
+    assert served["server"].names == ("a",)
+    assert served["server"].media.limits == {"image": 3, "video": 1}
+    assert served["access_log"] is False
+    # The command line overrules the file.
+    more = ["--max-num-seqs", "9", "--access-log", "--served-model-name", "b", "--served-model-name", "c"]
+    assert invoke("serve", str(file), *more).exit_code == 0
+    assert served["config"] == dataclasses.replace(config, max_num_seqs=9)
+    assert (served["server"].names, served["access_log"]) == (("b", "c"), True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_model_length": 5}, "'max_model_len'"),  # the nearest valid key
+        ({"modell": "x"}, "'model'"),
+        ({"segment_polices": {}}, "'segment_policies'"),
+        ({"shedulingpolicy": "slo"}, "'scheduling_policy'"),
+        ({1: 2}, "nearest"),
+        ({"model": None}, "model must be"),
+        ({"model": 5}, "model must be"),
+        ({"tokenizer": "another"}, "tokenizer"),
+        ({"max_num_seqs": "many"}, "max-num-seqs"),
+        ({"max_num_seqs": 4.5}, "max-num-seqs"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"max_num_seqs": 0}, "max-num-seqs"),
+        ({"max_num_seqs": [1, 2]}, "max_num_seqs"),
+        ({"max_num_seqs": {"a": 1}}, "max_num_seqs"),
+        ({"access_log": "no"}, "access_log must be true or false"),
+        ({"api_key": [{}]}, "api_key"),
+        ({"api_key": ""}, "must not be empty"),
+        ({"ttft_ms": -1}, "ttft_ms"),
+        ({"segment_policy": "by_page"}, "by_modality"),
+        ({"segment_policies": {"sound": "request"}}, "modalities"),
+        ({"segment_policies": {"policy": "request"}}, "segment_policies maps"),
+        ({"segment_policies": "request"}, "segment_policies maps"),
+        ({"segment_policies": {"text": "request"}, "segment_policy": "request"}, "exclude"),
+        ({"port": 1, "scheduling-policy": "slo", "scheduling_policy": "slo"}, "twice"),
+        ({"help": True}, "unknown key"),
+    ],
+)
+def test_settings_that_are_wrong_are_usage_errors(invoke, served, tmp_path, settings, told):
+    file = tmp_path / "settings.yaml"
+    file.write_text(yaml.safe_dump({"model": "m", "port": 0} | settings))
+    result = invoke("serve", str(file), env={"COLUMNS": "1000"})
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+    assert served == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", "{"),
+        ("a.json", "[1]"),
+        ("a.json", '{"model": "m", "port": 1, "port": 2}'),
+        ("a.yaml", "model: m\nport: 1\nport: 2"),
+        ("a.yaml", "model: [m"),
+        ("a.yaml", "model: !!python/object/apply:os.getcwd []"),
+        ("a.yaml", ""),
+        ("a.json", b"\xff\xfe"),
+    ],
+)
+def test_files_that_hold_no_settings_are_usage_errors(invoke, served, tmp_path, name, text):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = invoke("serve", str(tmp_path / name), env={"COLUMNS": "1000"})
+    assert (result.exit_code, served) == (2, {}), result.output
+    assert str(tmp_path / name) in result.stderr
+    assert invoke("serve", str(tmp_path / "none.json")).exit_code == 2
 
 
 def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatch):
