@@ -491,6 +491,43 @@ def describe_images(
     raise typer.Exit(done.exit_code)
 
 
+@app.command(epilog="Example: omni-jax ablate examples/ablation/two-minute.yaml -o results/")
+def ablate(
+    experiment: Annotated[
+        Path, typer.Argument(metavar="EXPERIMENT.yaml", exists=True, dir_okay=False, help="Arms, mixes, rates, seeds.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Of the results; made if it is not there.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Run again what DIR has from other settings. Default: an error.")
+    ] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Run nothing; write tables, figures and report of what DIR has.")
+    ] = False,
+    as_json: AsJson = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+) -> None:
+    """Compare ways of scheduling under the same arrivals, on the real engine or in simulation.
+
+    Interrupted, the same command goes on where it was. DIR/report.md says what was found.
+    """
+    _log_to_stderr(log_level)
+    from serving.lab.experiment import load_experiment
+    from serving.lab.run import OtherSettings, run_experiment, write_results
+
+    try:
+        asked = load_experiment(experiment)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        report = write_results(asked, out) if report_only else run_experiment(asked, out, overwrite=overwrite)
+    except OtherSettings as error:
+        raise typer.BadParameter(str(error)) from None
+    except _expected_faults() as error:
+        logging.getLogger(__name__).debug("ablate failed", exc_info=True)
+        _fail(str(error))
+    print(json.dumps({"report": str(report)}) if as_json else f"wrote {report}")
+
+
 @app.command(epilog="Example: omni-jax version --json")
 def version(as_json: AsJson = False) -> None:
     """Print the versions of omni-jax, JAX and Python."""
