@@ -1,6 +1,7 @@
 # make demo      install, fetch a small model, serve it, ask it eight questions at once
 # make test      install what the tests need and run them all
 # make lint      ruff and pyright
+# make soak      scheduler properties over a million seeded steps (SOAK="--seed 1 ..." for flags)
 # make goldens   make the golden outputs again with transformers on torch; `make goldens-check` compares only
 # make bench-cpu compare with the bare JAX loop and other engines on this machine (BENCH="--rounds 1 ..." for flags)
 # make bench-vision  pictures: preprocessing and vision tower beside transformers, gaps in a stream of text
@@ -12,7 +13,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint goldens goldens-check bench-cpu bench-vision newest clean
+.PHONY: demo test soak lint goldens goldens-check bench-cpu bench-vision newest clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m serving.demo
@@ -20,6 +21,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m checkpoints.demo_model
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.scheduling.soak $(SOAK)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,47 @@
+"""Scheduler properties over many seeded steps. `make soak` plays a million."""
+
+import random
+
+import pytest
+
+from omni_jax.scheduling import SchedulerConfig, SLOFirst, default_buckets
+from tests.scheduling import soak
+from tests.scheduling.soak import Report, Setting, play
+
+
+def test_100_000_steps():
+    report = soak.soak(100_000, seed=0)
+    # It was no walk in the park.
+    assert report.steps >= 100_000
+    assert report.most_rows == 64
+    assert report.most_live >= 128
+    assert report.longest_wait > 0.3
+    assert min(report.ended[reason] for reason in ("length", "stop", "abort")) > 1000
+    assert min(report.events[kind] for kind in ("pause", "resume", "preempt")) > 1000
+    assert report.encoded > 1000
+    assert report.resets > 10
+
+
+def test_without_aging_somebody_starves(monkeypatch):
+    """The bound is one that matters: a crowd of urgent requests keeps the others from ever being served."""
+    monkeypatch.setattr(SLOFirst, "rank", lambda self, s, now: (s.priority, 0.0, s.order))
+    setting = Setting(
+        config=SchedulerConfig(
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            max_model_len=24,
+            buckets=default_buckets(max_num_seqs=4, max_num_batched_tokens=16),
+            eos_token_ids=frozenset({soak.EOS}),
+        ),
+        blocks=24,
+        block_size=4,
+        pictures=False,
+        crowd=16,
+        urgent=0.95,
+        aging=5.0,
+        step_cost=0.0,
+    )
+    with pytest.raises(AssertionError, match=r"starved for \d+"):
+        play(setting, random.Random(0), Report(), 5000)
+    monkeypatch.undo()
+    play(setting, random.Random(0), Report(), 5000)
