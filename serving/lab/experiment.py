@@ -302,12 +302,12 @@ def _check_name(name: str) -> None:
 
 
 def cells(experiment: Experiment) -> Iterator[Cell]:
-    """All runs, the arms of a workload one right after another, so that what changes about the machine meanwhile
-    touches all of them alike."""
-    for mix, rate, seed, arm in itertools.product(
-        experiment.mixes, experiment.rates, experiment.seeds, experiment.arms
-    ):
-        yield Cell(arm=arm, mix=mix, rate=rate, seed=seed)
+    """All runs, the arms of a workload one right after another, each seed beginning with another arm, so that what
+    changes about the machine meanwhile touches all of them alike."""
+    for mix, rate, (turn, seed) in itertools.product(experiment.mixes, experiment.rates, enumerate(experiment.seeds)):
+        first = turn % len(experiment.arms)
+        for arm in experiment.arms[first:] + experiment.arms[:first]:
+            yield Cell(arm=arm, mix=mix, rate=rate, seed=seed)
 
 
 def workload(

@@ -49,6 +49,7 @@ class _Measures:
     """What measures.json holds."""
 
     settings: dict[str, Any]
+    traffic: dict[str, Any] = dataclasses.field(default_factory=dict)  # that the capacities are of
     capacities: dict[str, float] = dataclasses.field(default_factory=dict)
     alone: dict[Shape, tuple[float, float]] = dataclasses.field(default_factory=dict)
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -95,6 +96,7 @@ def _run_cells(
             if mix not in measures.capacities:
                 report(f"capacity of {mix}", 0)
                 measures.capacities[mix] = capacity(experiment, backend, mix)
+                measures.traffic[mix] = plain(experiment.mixes[mix])
                 _write_measures(out, measures)
         if experiment.slowdown:
             arrivals = [
@@ -218,9 +220,20 @@ def _read_measures(experiment: Experiment, out: Path, overwrite: bool) -> _Measu
             f"{path} was made with other settings ({_difference(content['settings'], settings)}): choose another "
             "directory, or --overwrite to measure and run again"
         )
+    capacities = {}
+    for name, found in content["capacities"].items():
+        traffic = plain(experiment.mixes[name]) if name in experiment.mixes else found["traffic"]
+        if found["traffic"] == traffic:
+            capacities[name] = found["requests_per_second"]
+        elif not overwrite:
+            raise OtherSettings(
+                f"{path}: the capacity of the mix {name} was measured with other settings "
+                f"({_difference(found['traffic'], traffic)}): call the mix something else, or --overwrite"
+            )
     return _Measures(
         settings=settings,
-        capacities=content["capacities"],
+        traffic={name: found["traffic"] for name, found in content["capacities"].items()},
+        capacities=capacities,
         alone={(kind, text, pixels): (first, pace) for kind, text, pixels, first, pace in content["alone"]},
         facts=content["facts"],
     )
@@ -229,13 +242,7 @@ def _read_measures(experiment: Experiment, out: Path, overwrite: bool) -> _Measu
 def _measure_settings(experiment: Experiment) -> dict[str, Any]:
     arm = plain(experiment.baseline_arm)
     del arm["about"]
-    mixes = {name: plain(traffic) for name, traffic in experiment.mixes.items()}
-    return {
-        **shared_settings(experiment),
-        "baseline": arm,
-        "mixes": mixes,
-        "capacity_requests": experiment.capacity_requests,
-    }
+    return {**shared_settings(experiment), "baseline": arm, "capacity_requests": experiment.capacity_requests}
 
 
 def _write_measures(out: Path, measures: _Measures) -> None:
@@ -243,7 +250,10 @@ def _write_measures(out: Path, measures: _Measures) -> None:
         out / "measures.json",
         {
             "settings": measures.settings,
-            "capacities": measures.capacities,
+            "capacities": {
+                name: {"traffic": measures.traffic[name], "requests_per_second": value}
+                for name, value in measures.capacities.items()
+            },
             "alone": [[*shape, *pace] for shape, pace in sorted(measures.alone.items())],
             "facts": measures.facts,
         },

@@ -275,7 +275,7 @@ def _summary_row(line: Line) -> list[Any]:
 
 
 def _shown(value: Any) -> Any:
-    """Empty for what there is not; six digits of the rest."""
+    """Empty for what there is not; microseconds of seconds."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return f"{value:.6g}" if isinstance(value, float) else value
+    return round(value, 6) if isinstance(value, float) else value
