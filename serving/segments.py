@@ -52,18 +52,15 @@ class Cutter:
         try:
             make_policy(spec)
         except ValueError as error:
-            raise _refused(error) from None
+            raise InvalidRequest(_shortened(str(error)), param="segment_policy") from None
 
     def cut(self, ids: tuple[int, ...], media: tuple[MediaSpan, ...], spec: PolicySpec | None) -> tuple[Segment, ...]:
-        """The prompt's segments by a request's policy, or by the server's.
+        """The prompt's segments by a request's policy, which was checked, or by the server's.
 
         Raises:
             InvalidRequest: the policy does not cover this prompt exactly once, or fails.
         """
-        try:
-            segments = self._engine.cut(ids, media, spec)
-        except ValueError as error:
-            raise _refused(error) from None
+        segments = self._engine.cut(ids, media, spec)
         name = policy_name(self._options.policy if spec is None else spec)
         with self._lock:
             self._prompts[name] += 1
@@ -101,10 +98,6 @@ def parse_policy(text: str) -> PolicySpec:
             raise ValueError(f"segment policy: not JSON: {error}") from None
     make_policy(spec, allow_custom=True)
     return spec
-
-
-def _refused(error: ValueError) -> InvalidRequest:
-    return InvalidRequest(_shortened(str(error)), param=getattr(error, "param", None) or "segment_policy")
 
 
 def _shortened(message: str) -> str:

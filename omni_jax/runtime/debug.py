@@ -45,26 +45,25 @@ def _row(row: Row, at: int) -> list[str]:
     ids += ["(on the device)"] * (row.count - len(ids))  # sampled by the step before
     size = len(sequence.blocks)
     return [
-        f"{name}: tokens {_range(row.start, stop)} of a prompt of {sequence.num_prompt}{output}; places "
+        f"{name}: {_tokens(row.start, stop)} of a prompt of {sequence.num_prompt}{output}; places "
         f"{_range(at, at + row.count)}; slot {row.slot}{''.join(f', {word}' for word in does)}",
         f"  input ids  {_ends(ids)}",
         f"  segments   {_segments(row)}",
         f"  positions  {_positions(row)}",
         *(
-            f"  features   tokens {_range(row.start + place, row.start + place + len(rows))} from rows "
+            f"  features   {_tokens(row.start + place, row.start + place + len(rows))} from rows "
             f"{_ends([str(found) for found in rows.tolist()])} of the feature array"
             for place, rows in row.features
         ),
-        f"  sees       tokens {_range(row.start, stop)} of {name} see {_seen(row)}",
+        f"  sees       {_tokens(row.start, stop)} of {name} {_seen(row)}",
         f"  blocks     {_ends([str(block) for block in sequence.blocks])} ({size})",
     ]
 
 
 def _seen(row: Row) -> str:
-    first = f"0..{row.start}"
     if row.count == 1:
-        return first
-    return f"0..{row.start + row.count - 1}: the first of them {first}, each next one more"
+        return f"sees 0..{row.start}"
+    return f"see 0..{row.start + row.count - 1}: the first of them 0..{row.start}, each next one more"
 
 
 def _segments(row: Row) -> str:
@@ -104,6 +103,10 @@ def _positions(row: Row) -> str:
     return "(time, height, width) " + _ends(
         [f"{run[0]}" if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs], separator="; "
     )
+
+
+def _tokens(start: int, stop: int) -> str:
+    return f"token{'s' if stop - start > 1 else ''} {_range(start, stop)}"
 
 
 def _range(start: int, stop: int) -> str:

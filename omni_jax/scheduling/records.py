@@ -51,7 +51,8 @@ class SegmentRecord:
             the one behind the last.
         modality, label, compute, priority, deadline, start, stop: the segment's own. An output is due when its last
             token is.
-        queued_at: when all tokens before it had been given to steps; for the first, when the request arrived.
+        queued_at: when all tokens before it had been given to steps; for the first, when the request arrived. Until
+            it starts it is in the queue, also while a picture of it is in the tower.
         started_at: when the first step with tokens of it was planned.
         ended_at: when the step with its last token was read. What is computed again after a preemption changes nothing
             in a segment that had ended.
@@ -160,7 +161,11 @@ def request_class(request: Request) -> Modality:
     """What a request is counted as: video, image or table, the first of these that is in it; else text. Tables are
     known where the segment policy tells them apart."""
     found = {span.modality for span in request.media} | {segment.modality for segment in request.segments}
-    return next((kind for kind in ("video", "image", "table") if kind in found), "text")
+    rarest: tuple[Modality, ...] = ("video", "image", "table")
+    for kind in rarest:
+        if kind in found:
+            return kind
+    return "text"
 
 
 def preemption_cause(event: Event) -> Literal["blocks", "class", "other"]:

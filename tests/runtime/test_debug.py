@@ -44,11 +44,11 @@ def test_a_step_reads_like_this():
         "  positions  120..151",
         "  sees       tokens 120..151 of r7[0] see 0..151: the first of them 0..120, each next one more",
         "  blocks     4 9 (2)",
-        "r8[0]: tokens 5 of a prompt of 3, 2 of output; places 32; slot 3, samples",
+        "r8[0]: token 5 of a prompt of 3, 2 of output; places 32; slot 3, samples",
         "  input ids  (on the device)",
         "  segments   1 (output): 5",
         "  positions  5",
-        "  sees       tokens 5 of r8[0] see 0..5",
+        "  sees       token 5 of r8[0] sees 0..5",
         "  blocks     5 (1)",
         "padding: places 33..63; what they write goes to page 0, which no sequence has",
     ]
@@ -111,7 +111,7 @@ def test_what_it_says_is_what_is_packed():
                 assert ids[: len(head)] == head
                 assert ids[len(ids) - len(tail) :] == tail
             assert fields["row_slot"][n] == int(re.search(r"slot (\d+)", block)[1])
-            assert fields["kv_len"][n] - 1 == int(re.search(r"see \d+\.\.(\d+)", block)[1])
+            assert fields["kv_len"][n] - 1 == int(re.search(r"sees? 0\.\.(\d+)", block)[1])
             runs = re.search(r"positions  (.*)", block)[1]
             triples = [[int(x) for x in found] for found in re.findall(r"\((\d+), (\d+), (\d+)\)", runs)]
             if triples:

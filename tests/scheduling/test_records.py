@@ -11,7 +11,7 @@ import pytest
 
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.scheduling import Event, Row, SLOFirst, StepPlan
-from omni_jax.scheduling.figures import SECONDS
+from omni_jax.scheduling.figures import SECONDS, Histogram
 from omni_jax.scheduling.records import (
     WINDOW,
     Recorder,
@@ -172,6 +172,16 @@ def test_the_stages_of_a_request_add_up_and_a_picture_in_the_tower_is_none_of_th
     assert [(r.start, r.started_at, r.ended_at) for r in encoded] == [(1, 11, 13), (4, 14.5, 17), (7, 11, 13)]
 
 
+def test_pictures_that_shared_a_call_of_the_tower_took_its_time_once():
+    records = []
+    recorder = Recorder(sink=records.append)
+    media = [picture("a", 1, 2), picture("b", 4, 2)]
+    recorder.encoding(media, 1.0)
+    recorder.encoded(media, 3.0)
+    end(recorder, sequence_of(10, media=media), 9.0, scheduled=4.0, first=8.0, outputs=2)
+    assert (records[0].encode_seconds, records[0].queue_seconds) == (2.0, 2.0)
+
+
 def test_pictures_that_were_encoded_before_a_request_came_cost_it_nothing():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
@@ -302,6 +312,12 @@ def test_histograms_hold_every_segment_in_its_bucket():
         sum(seconds <= bound + 1e-9 for seconds in took) for bound in SECONDS
     ]
     assert recorder.histograms()["text", "queue"][0][SECONDS.index(2.5)] == len(took)
+
+
+def test_a_bound_of_a_bucket_is_in_it():
+    histogram = Histogram()
+    histogram.add(SECONDS[3])
+    assert histogram.counts.index(1) == 3
 
 
 def test_the_table_of_a_request_has_a_line_for_each_segment(caplog):

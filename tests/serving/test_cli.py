@@ -213,12 +213,12 @@ def test_serve_segment_and_objective_flags(invoke, served, tmp_path, monkeypatch
 
 
 def test_a_policy_of_ones_own_is_found_in_the_working_directory(invoke, served, tmp_path, monkeypatch):
-    (tmp_path / "h11_own.py").write_text("def cut(view): return [(0, view.length)]")
+    (tmp_path / "own_cut.py").write_text("def cut(view): return [(0, view.length)]")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    result = invoke("serve", str(tmp_path), "--port", "0", "--segment-policy", "h11_own:cut")
+    result = invoke("serve", str(tmp_path), "--port", "0", "--segment-policy", "own_cut:cut")
     assert result.exit_code == 0, result.output
-    assert served["config"].segment_policy == "h11_own:cut"
+    assert served["config"].segment_policy == "own_cut:cut"
 
 
 @pytest.mark.parametrize(

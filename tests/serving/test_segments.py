@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import sys
 
 import pytest
 
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.scheduling import Event
 from omni_jax.segments import SLO, check_cover
+from serving.media import MediaOptions, MediaPolicy
 from serving.segments import SegmentOptions
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, seeing_engine
@@ -103,8 +105,8 @@ async def test_without_the_flag_no_request_says_how_it_is_cut(client, engine, pa
         ({"text": {"policy": "by_region"}}, "by_sentence"),
         ({"policy": "by_region", "regions": {"left": [0, 0, 2, 1]}}, '"rows": 2'),
         ({"policy": "by_region", "regions": {f"r{'x' * 200}{n}": 0 for n in range(60)}}, '"rows": 2'),
-        ("tests.serving.own_policies:halves", ""),  # code of the server's machine is not the client's to run
-        ("os:system", ""),
+        ("os:system", "by_modality"),
+        ({"policy": "by_region", "regions": "y" * 10_000}, '"rows": 2'),
         ({}, "a name"),
         (5, "name or an object"),
         (["request"], "name or an object"),
@@ -120,6 +122,28 @@ async def test_policies_that_are_none_are_refused_and_the_valid_ones_listed(engi
         assert "Traceback" not in error["message"]
         assert len(engine.requests) == 1
         assert (await client.chat())[1]["choices"] == golden[1]["choices"]
+
+
+async def test_code_of_the_servers_machine_is_not_the_clients_to_run(engine, tmp_path, monkeypatch):
+    (tmp_path / "never_imported.py").write_text("def cut(view): return [(0, view.length)]")
+    monkeypatch.syspath_prepend(tmp_path)
+    async with serving(engine, segments=ALLOWED) as client:
+        for policy in ("never_imported:cut", {"policy": "never_imported:cut"}, {"text": "never_imported:cut"}):
+            body = {"messages": HELLO, "segment_policy": policy}
+            await refused(client, CHAT, body, param="segment_policy", match="by_modality")
+    assert "never_imported" not in sys.modules
+
+
+async def test_what_is_wrong_is_known_before_anything_is_fetched(host):
+    engine = seeing_engine()
+    part = {"type": "image_url", "image_url": {"url": host.url("/red.png")}}
+    options = MediaOptions(policy=MediaPolicy(allow_private_addresses=True))
+    async with serving(engine, segments=ALLOWED, media=options) as client:
+        for wrong in ({"ttft_ms": -1}, {"segment_policy": "by_page"}):
+            await refused(client, CHAT, body(part, **wrong))
+        assert host.connections == 0
+        assert (await client.post(CHAT, body(part)))[0] == 200
+        assert host.paths == ["/red.png"]
 
 
 @pytest.mark.parametrize(
