@@ -391,6 +391,14 @@ def test_prefix_aware_follows_the_prompt_and_not_over_a_cliff():
     assert router.route(pictured[0], [20, 20, 20]) == 0
 
 
+def test_prefix_aware_goes_by_the_longest_beginning():
+    router = PrefixAware(block=4)
+    long, short = (dataclasses.replace(text(0.0, 8, 1), prompt_ids=(1, 2, 3, 4, *rest)) for rest in ([5] * 4, [6] * 4))
+    assert router.route(long, [0, 0]) == 0
+    assert router.route(short, [1000, 0]) == 1
+    assert router.route(long, [4, 4]) == 0, "the first block was served elsewhere since, the first two were not"
+
+
 def test_prefix_aware_forgets():
     router = PrefixAware(block=4, blocks=1, remembered=2)
     prompts = [dataclasses.replace(text(0.0, 4, 1), prompt_ids=(n,) * 4) for n in range(3)]
