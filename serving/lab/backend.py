@@ -52,8 +52,3 @@ def make_backend(experiment: Experiment, progress: Callable[[str, int, int, str]
     from serving.lab.simulated import SimulatedBackend
 
     return SimulatedBackend(experiment)
-
-
-def batch_size(experiment: Experiment, arm: Arm) -> int | None:
-    """Tokens of an arm's steps at most; None is the engine's default."""
-    return arm.max_num_batched_tokens or experiment.engine.max_num_batched_tokens

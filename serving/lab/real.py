@@ -24,7 +24,6 @@ from omni_jax.engine.loading import Progress
 from omni_jax.requests import InvalidRequest, Request
 from omni_jax.segments import make_policy, prompt_view
 from omni_jax.simulation.workload import Arrival, build
-from serving.lab.backend import batch_size
 from serving.lab.experiment import TINY_VL, Arm, Experiment, workload
 from serving.lab.model import tiny_vl
 from serving.lab.records import Run, Tape, make_run
@@ -69,11 +68,13 @@ class RealBackend:
         return json.loads(self._engine(self._experiment.baseline_arm).cost.to_json())
 
     def _engine(self, arm: Arm) -> Engine:
-        shared = {name: value for name, value in vars(self._experiment.engine).items() if value is not None}
+        shared: dict[str, Any] = {name: v for name, v in vars(self._experiment.engine).items() if v is not None}
+        if arm.max_num_batched_tokens is not None:
+            shared["max_num_batched_tokens"] = arm.max_num_batched_tokens
         config = EngineConfig(
             model_dir=self._model,
             seed=0,
-            **shared | {"max_num_batched_tokens": batch_size(self._experiment, arm)},
+            **shared,
             scheduling_policy=arm.scheduling_policy,
             aging_seconds=arm.aging_seconds if arm.scheduling_policy == "slo" else 10.0,
             enable_chunked_prefill=arm.enable_chunked_prefill,

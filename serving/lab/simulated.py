@@ -17,7 +17,6 @@ from omni_jax.requests import InvalidRequest
 from omni_jax.scheduling import FirstCome, SLOFirst
 from omni_jax.segments import make_policy
 from omni_jax.simulation import Arrival, ReplicaConfig, WordTokenizer, gpu_replica, prepare, simulate_requests
-from serving.lab.backend import batch_size
 from serving.lab.experiment import TINY_VL, Arm, Experiment
 from serving.lab.model import tiny_vl
 from serving.lab.records import Run, make_run
@@ -59,8 +58,9 @@ class SimulatedBackend:
             result = simulate_requests(requests, config, cost, segments=False)
         except InvalidRequest as error:
             raise ValueError(f"a request of the workload can never run: {error}") from error
-        for _ in requests if done is not None else ():
-            done()
+        if done is not None:
+            for _ in requests:
+                done()
         run = make_run(result.requests, result.steps, {request.id: request for request in requests})
         return dataclasses.replace(run, busy_seconds=sum(result.busy_seconds))
 
@@ -92,8 +92,8 @@ class SimulatedBackend:
         """How an engine would be started for an arm, and what its steps take."""
         settings, experiment = self._settings, self._experiment
         names = ("max_num_seqs", "max_model_len", "block_size", "encoder_cache_tokens")
-        given = {name: getattr(settings, name) for name in names} | {
-            "max_num_batched_tokens": batch_size(experiment, arm)
+        given: dict[str, Any] = {name: getattr(settings, name) for name in names} | {
+            "max_num_batched_tokens": arm.max_num_batched_tokens or settings.max_num_batched_tokens
         }
         given = {name: value for name, value in given.items() if value is not None}
         discipline = SLOFirst(aging_seconds=arm.aging_seconds) if arm.scheduling_policy == "slo" else FirstCome()
