@@ -32,6 +32,7 @@ from omni_jax.simulation import (
 )
 from omni_jax.simulation.replica import Replica
 from tests.cost.test_roofline import QWEN2_7B, QWEN2_VL_7B
+from tests.scheduling.loop import Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +288,33 @@ def test_a_replica_is_idle_at_the_end():
 def test_nothing_to_do_takes_no_time():
     result = simulate_requests([], SMALL, Linear())
     assert (result.requests, result.seconds, result.utilisation) == ((), 0.0, 0.0)
+
+
+def test_it_plans_what_the_engines_loop_plans():
+    """All arrive at once, so that no step depends on the clock: the same steps, row by row, with preemptions."""
+    lengths = [(n * 7 % 29 + 1, n * 5 % 17 + 1) for n in range(25)]
+    config = dataclasses.replace(SMALL, num_blocks=16)
+    result = simulate_requests([text(0.0, *pair, str(n)) for n, pair in enumerate(lengths)], config, Linear())
+    loop = Loop(
+        blocks=16,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        buckets=config.buckets,
+    )
+    for number, (prompt, output) in enumerate(lengths):
+        loop.add(prompt, id=str(number), max_tokens=output, ignore_eos=True)
+    loop.run()
+    assert sum(r.preemptions for r in result.requests) == loop.scheduler.num_preemptions > 0
+    planned = [{(r.sequence.request.id, r.start, r.count) for r in plan.rows} for plan in loop.plans]
+    simulated = []
+    for step in result.steps:
+        pieces = collections.defaultdict(list)
+        for piece in step.pieces:
+            pieces[piece.request_id].append(piece)
+        simulated.append({(name, own[0].start, sum(p.count for p in own)) for name, own in pieces.items()})
+    assert simulated == planned
 
 
 # -- disciplines and policies -----------------------------------------------------------------------------------------
