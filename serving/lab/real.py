@@ -90,7 +90,7 @@ class RealBackend:
 def _replay(engine: Engine, arm: Arm, arrivals: Sequence[Arrival], tag: str, done: Callable[[], None] | None) -> Run:
     policy = make_policy(arm.segment_policy, allow_custom=True)
     requests = [_prepare(engine, policy, arrival, tag) for arrival in sorted(arrivals, key=lambda a: a.at)]
-    pending, sent = collections.deque(requests), {}
+    pending = collections.deque(requests)
     tape = Tape()
     engine.recorder = tape
     gc.collect()
@@ -99,15 +99,14 @@ def _replay(engine: Engine, arm: Arm, arrivals: Sequence[Arrival], tag: str, don
         now = time.monotonic()
         while pending and start + pending[0].arrival <= now:
             request = pending.popleft()
-            sent[request.id] = request = dataclasses.replace(request, arrival=start + request.arrival)
-            engine.add(request)
+            engine.add(dataclasses.replace(request, arrival=start + request.arrival))
         if engine.has_work:
             for delta in engine.step():
                 if delta.finish_reason is not None and done is not None:
                     done()
         elif pending:
             time.sleep(max(0.0, start + pending[0].arrival - time.monotonic()))
-    return make_run(tape.requests, tape.steps, sent, start=start)
+    return make_run(tape.requests, tape.steps, tape.asked, start=start)
 
 
 def _prepare(engine: Engine, policy: Callable, arrival: Arrival, tag: str) -> Request:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omni_jax.requests import MediaSpan, Request
+from omni_jax.requests import MediaSpan, Request, Sequence
 from omni_jax.scheduling import Row, StepPlan
 from omni_jax.scheduling.records import Record, Recorder, RequestRecord
 from omni_jax.segments import Segment
@@ -112,10 +112,17 @@ _TABLES: Mapping[str, type] = {"requests": RequestRow, "segments": SegmentRow, "
 
 
 class Tape(Recorder):
-    """A Recorder that also writes down what the device does, from the plans. Times are the caller's clock."""
+    """A Recorder that also writes down what the device does, from the plans. Times are the caller's clock.
+
+    Attributes:
+        requests: records of those that ended.
+        asked: the same requests by id, as the scheduler had them: with deadlines.
+        steps: what the device did.
+    """
 
     def __init__(self):
         self.requests: list[RequestRecord] = []
+        self.asked: dict[str, Request] = {}
         self.steps: list[Step] = []
         super().__init__(sink=self._take)
         self._began: dict[int, float] = {}  # by id of a plan that is out
@@ -141,6 +148,11 @@ class Tape(Recorder):
         self.steps.append(
             Step(replica=0, start=began, seconds=self._free - began, kind=kind, size=plan.size, pieces=pieces)
         )
+
+    def finished(self, sequence: Sequence, now: float) -> None:
+        """A request has ended."""
+        self.asked[sequence.request.id] = sequence.request
+        super().finished(sequence, now)
 
     def encoding(self, spans: Iterable[MediaSpan], now: float) -> None:
         """The vision tower has begun with them."""

@@ -78,7 +78,7 @@ def test_the_tape_gives_each_segment_its_steps():
         for one in accepted:
             if one.row.sequence.finish_reason is not None:
                 tape.finished(one.row.sequence, now)
-    run = make_run(tape.requests, tape.steps, {"table-0": request}, start=100.0)
+    run = make_run(tape.requests, tape.steps, tape.asked, start=100.0)
     (row,) = run.requests
     assert (row.kind, row.arrival, row.prompt_tokens, row.output_tokens) == ("table", 0.5, 40, 3)
     assert (row.scheduled_at, row.first_token_at, row.ended_at) == (1.0, 4.0, 6.0)
