@@ -38,7 +38,7 @@ class EngineConfig:
             the last.
         aging_seconds: after so long without being served a sequence moves up by a class ("slo").
         enable_chunked_prefill: without it every prompt is computed whole in one step ("fcfs" only).
-        segment_aware: keep a record of each segment, for the log and for GET /stats.
+        segment_aware: a table of its segments goes to the log when a request ends.
         debug_print_batch: log what each step computes, in a form a person can check. Slow.
     """
 

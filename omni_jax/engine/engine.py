@@ -23,6 +23,7 @@ from omni_jax.memory import BlockPool, EncoderCache
 from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Sequence, TokenLogprob
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.runtime import StepResult
+from omni_jax.runtime.debug import describe
 from omni_jax.scheduling import Accepted, Features, FirstCome, Scheduler, SchedulerConfig, SLOFirst
 from omni_jax.scheduling.limits import output_room
 from omni_jax.scheduling.records import Recorder, log_event
@@ -63,7 +64,7 @@ class Engine:
         if self._encoder is not None:
             sizes["encode"] = self._encoder.config.buckets
         self.cost = TableCost(sizes, overhead=buckets.overhead)
-        self.recorder = Recorder(segments=config.segment_aware, log_segments=config.segment_aware)
+        self.recorder = Recorder(segments=True, log_segments=config.segment_aware)
         self._policy = make_policy(config.segment_policy, allow_custom=True)
         self._slo = SLO(ttft_ms=config.ttft_ms, tpot_ms=config.tpot_ms, e2e_ms=config.e2e_ms)
         self._scheduler = Scheduler(
@@ -203,8 +204,6 @@ class Engine:
         if plan is not None:
             self.recorder.planned(plan, now)
             if self.config.debug_print_batch:
-                from omni_jax.runtime.debug import describe
-
                 logger.info("%s", describe(plan))
             late = bool(self._in_flight) and self._in_flight[-1].is_ready()
             result = self._runner.dispatch(plan)
