@@ -68,6 +68,12 @@ def test_columns_and_rows_of_the_tables(tmp_path):
     for row in requests:
         latency = 1000 * (float(row["ended_at"]) - float(row["arrival"]))
         assert float(row["latency_ms"]) == pytest.approx(latency, abs=0.003)
+        for column, reached in (("queue_ms", "scheduled_at"), ("ttft_ms", "first_token_at")):
+            since = 1000 * (float(row[reached]) - float(row["arrival"]))
+            assert float(row[column]) == pytest.approx(since, abs=0.003)
+        if int(row["output_tokens"]) > 1:
+            pace = 1000 * (float(row["ended_at"]) - float(row["first_token_at"])) / (int(row["output_tokens"]) - 1)
+            assert float(row["tpot_ms"]) == pytest.approx(pace, abs=0.003)
         assert float(row["slowdown"]) == pytest.approx(float(row["latency_ms"]) / float(row["alone_ms"]), abs=1e-4)
         limit = {"text": 200, "image": 500, "table": None}[row["kind"]]
         expected = "" if limit is None else str(float(row["ttft_ms"]) <= limit)
