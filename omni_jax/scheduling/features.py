@@ -1,13 +1,14 @@
 """Which sequence holds which features of the encoder cache, and what is encoded next.
 
 A sequence asks for the features of its spans in order, keeps what it got until its computed tokens have left the span
-behind, and computes up to the first span whose features are not there. Who runs asks before who waits, and each in its
-own order; nobody asks past a span for which there was no room, so a large picture is not overtaken for ever by small
-ones. What a waiting sequence holds may be taken back for one that comes before it: so two that each hold what the
+behind, and computes up to the first span whose features are not there. Who runs asks before who waits, and each in the
+order of service; nobody asks past a span for which there was no room, so a large picture is not overtaken for ever by
+small ones. What a waiting sequence holds may be taken back for one that comes before it: so two that each hold what the
 other needs cannot block each other.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -57,23 +58,31 @@ class Features:
         if sequence.media_held == len(media):
             self._asking.discard(sequence)
 
-    def ask(self, waiting: Iterable[Sequence]) -> None:
-        """Takes references to features that are needed, as far as there is room. `waiting` are those that may have to
-        give back what they hold, last first."""
-        if not self._asking:
-            return
-        for sequence in sorted(self._asking, key=_rank):
+    def ask(self, waiting: Iterable[Sequence], rank: Callable[[Sequence], Any]) -> None:
+        """Takes references to features that are needed, as far as there is room.
+
+        Args:
+            waiting: those that may have to give back what they hold, last first.
+            rank: the order of service; smaller is first.
+        """
+
+        def place(sequence: Sequence) -> tuple[bool, Any]:
+            return sequence.slot is None, rank(sequence)
+
+        for sequence in sorted(self._asking, key=place):
             media = sequence.request.media
             while sequence.media_held < len(media):
                 span = media[sequence.media_held]
-                if not (self.cache.hold(span) or self._take_back(span, sequence, waiting)):
-                    return
+                if not self.cache.hold(span):
+                    behind = [s for s in waiting if s.media_held > s.media_passed and place(s) > place(sequence)]
+                    if not self._take_back(span, sorted(behind, key=place)):
+                        return
                 sequence.media_held += 1
             self._asking.discard(sequence)
 
-    def _take_back(self, span: MediaSpan, taker: Sequence, waiting: Iterable[Sequence]) -> bool:
-        """Makes room for `span` at the cost of those behind `taker`, and holds it. Whether that was enough."""
-        holders = [s for s in waiting if s.media_held > s.media_passed and _rank(s) > _rank(taker)]
+    def _take_back(self, span: MediaSpan, holders: list[Sequence]) -> bool:
+        """Makes room for `span` at the cost of `holders`, the last of them first, and holds it. Whether that was
+        enough."""
         while holders:
             victim = holders.pop()
             self.release(victim)
@@ -133,7 +142,3 @@ class Features:
             for span in sequence.request.media[sequence.media_passed : sequence.media_held]:
                 if self.cache.is_waiting(span.key):
                     yield span
-
-
-def _rank(sequence: Sequence) -> tuple[bool, tuple[int, int]]:
-    return sequence.slot is None, sequence.order

@@ -103,6 +103,7 @@ class Scheduler:
         self.discipline: Discipline = discipline or FirstCome()
         self.cost = cost
         self.events: list[Event] = []
+        self._planned_at = 0.0
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
@@ -187,8 +188,9 @@ class Scheduler:
         """The next step, or None when there is nothing to compute. Everything planned counts as computed from here
         on."""
         by_deadline = self.discipline.by_deadline
+        self._planned_at = now
         if self.features is not None:
-            self.features.ask(self.waiting)
+            self.features.ask(self.waiting, lambda sequence: self.discipline.rank(sequence, now))
         if by_deadline:
             self._make_way(now)
         decoding, prefilling = self._catching_up(now)
@@ -452,7 +454,9 @@ class Scheduler:
 
     def next_batch(self) -> tuple[MediaSpan, ...]:
         """What the encoder computes next; none when nothing waits for it. `encoded` must follow."""
-        return () if self.features is None else self.features.next_batch((*self.running, *self.waiting))
+        if self.features is None:
+            return ()
+        return self.features.next_batch(self._in_order([*self.running, *self.waiting], self._planned_at))
 
     def encoded(self, batch: Iterable[MediaSpan]) -> None:
         """Steps that are planned from now on find the features of `batch` on the device."""
