@@ -55,8 +55,12 @@ class SLOFirst:
         """How long the next step may take for every decoding sequence to keep its pace: until the first of their next
         tokens is due, and never less than a whole interval. One that is ahead of its pace lends its lead; one that is
         behind is not helped by steps shorter than what it asked for."""
-        held = [s for s in decoding if s.request.slo is not None and s.request.slo.tpot_ms is not None]
-        return min((max(deadline(s) - now, s.request.slo.tpot_ms / 1000) for s in held), default=math.inf)
+        allowed = math.inf
+        for sequence in decoding:
+            slo = sequence.request.slo
+            if slo is not None and slo.tpot_ms is not None:
+                allowed = min(allowed, max(deadline(sequence) - now, slo.tpot_ms / 1000))
+        return allowed
 
 
 Discipline = FirstCome | SLOFirst
