@@ -10,6 +10,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from serving.cli_support import engine_config, expected_faults, log_to_stderr
+
 FAILURE = 1  # usage errors are 2, by typer
 
 app = typer.Typer(
@@ -188,7 +190,7 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model over HTTP, as OpenAI does."""
-    _log_to_stderr(log_level)
+    log_to_stderr(log_level)
     if not all(api_key or ()):  # an unset shell variable must not open the server
         raise typer.BadParameter("must not be empty", param_hint="--api-key")
     from serving.media import MediaOptions, MediaPolicy, parse_limits
@@ -214,7 +216,7 @@ def serve(
     except CannotListen as error:
         _fail(str(error))
     try:
-        config = _engine_config(
+        config = engine_config(
             model_dir=model_dir,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -261,7 +263,7 @@ def serve(
                 shutdown_timeout=shutdown_timeout,
                 access_log=access_log,
             )
-    except _expected_faults() as error:
+    except expected_faults() as error:
         logging.getLogger(__name__).debug("start failed", exc_info=True)
         _fail(str(error))
     finally:
@@ -308,7 +310,7 @@ def generate(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Answer one prompt, streaming to the terminal."""
-    _log_to_stderr(log_level)
+    log_to_stderr(log_level)
     media = [{"type": "image", "image": str(path)} for path in image or ()]
     media += [{"type": "video", "video": str(path)} for path in video or ()]
     if chat is False and (system is not None or media):
@@ -340,7 +342,7 @@ def generate(
         }
         options = {name: value for name, value in options.items() if value is not None}
         options["max_num_seqs"] = 1  # one prompt: a fraction of the executables to compile
-        _engine_config(model_dir=model_dir, **options)
+        engine_config(model_dir=model_dir, **options)
         from omni_jax import LLM
         from omni_jax.requests import SamplingParams
         from serving.progress import stage_bars
@@ -361,7 +363,7 @@ def generate(
                 print(text, end="", flush=True)
     except BrokenPipeError:  # the reader of our output left, as `head` does; typer ends quietly
         raise
-    except _expected_faults() as error:
+    except expected_faults() as error:
         logging.getLogger(__name__).debug("generate failed", exc_info=True)
         _fail(str(error))
     print(json.dumps({"prompt": prompt, "text": "".join(pieces)}, ensure_ascii=False) if as_json else "")
@@ -382,7 +384,7 @@ def convert(
     try:
         with progress_bar(f"converting {source.name}") as progress:
             convert_gguf(source, out, dtype=dtype, progress=progress)
-    except _expected_faults() as error:
+    except expected_faults() as error:
         _fail(str(error))
     print(f"wrote {out}")
 
@@ -510,7 +512,7 @@ def ablate(
 
     Interrupted, the same command goes on where it was. DIR/report.md says what was found.
     """
-    _log_to_stderr(log_level)
+    log_to_stderr(log_level)
     from serving.lab.experiment import load_experiment
     from serving.lab.run import OtherSettings, run_experiment, write_results
 
@@ -522,7 +524,7 @@ def ablate(
         report = write_results(asked, out) if report_only else run_experiment(asked, out, overwrite=overwrite)
     except OtherSettings as error:
         raise typer.BadParameter(str(error)) from None
-    except _expected_faults() as error:
+    except expected_faults() as error:
         logging.getLogger(__name__).debug("ablate failed", exc_info=True)
         _fail(str(error))
     print(json.dumps({"report": str(report)}) if as_json else f"wrote {report}")
@@ -568,52 +570,6 @@ def _check_objectives(
         raise typer.BadParameter(str(error)) from None
     if policy is SchedulingPolicy.slo and not chunked:
         raise typer.BadParameter("slo needs chunked prefill", param_hint="--scheduling-policy")
-
-
-def _engine_config(**options: Any) -> Any:
-    """An EngineConfig of the flags that were given, the rest being its own defaults.
-
-    XLA takes 0.75 of a GPU unless it is told otherwise before JAX first touches it, so it is told here.
-    """
-    from omni_jax.engine.config import EngineConfig
-
-    given = {name: value for name, value in options.items() if value is not None}
-    config = EngineConfig(**given)
-    if "gpu_memory_utilization" in given:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
-    else:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
-    return config
-
-
-def _expected_faults() -> tuple[type[Exception], ...]:
-    """What a wrong model, flag or machine raises: told in one line. Anything else is a bug and keeps its traceback."""
-    from checkpoints.reader import CheckpointError
-    from omni_jax.requests import EngineError
-    from serving.run import CannotListen
-
-    return (CheckpointError, EngineError, CannotListen, OSError, ValueError)
-
-
-def _log_to_stderr(level: str) -> None:
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"must be debug, info, warning or error, got {level!r}", param_hint="--log-level")
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    if level.upper() == "INFO":  # JAX tells of every backend that is not there
-        logging.getLogger("jax").setLevel(logging.WARNING)
-
-
-class _StderrHandler(logging.StreamHandler):
-    """Writes to what sys.stderr is at the time: while a progress bar is shown, lines must go above it."""
-
-    def __init__(self):
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):
-        return sys.stderr
 
 
 def _fail(message: str) -> NoReturn:

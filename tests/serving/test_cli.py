@@ -33,7 +33,7 @@ def invoke(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # put back after the test
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda level: None)
+    monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
     return lambda *arguments, **kwargs: CliRunner().invoke(cli.app, list(arguments), **kwargs)
 
 
