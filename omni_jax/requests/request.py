@@ -27,6 +27,8 @@ class Request:
             M-RoPE; None is 0, 1, 2, ... on all three.
         segments: the prompt's, in order, with deadlines; none is the same as one that covers it all.
         slo: what the client was promised; None is nothing.
+        cache_salt: requests share blocks of the prefix cache only with those of the same salt.
+        forced_ids: output tokens that are given and not sampled (teacher forcing): output i is forced_ids[i].
     """
 
     id: str
@@ -37,6 +39,8 @@ class Request:
     positions: np.ndarray | None = dataclasses.field(default=None, compare=False)
     segments: "tuple[Segment, ...]" = ()
     slo: "SLO | None" = None
+    cache_salt: str = ""
+    forced_ids: tuple[int, ...] = ()
 
     @functools.cached_property
     def position_delta(self) -> int:

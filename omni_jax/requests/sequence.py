@@ -30,6 +30,9 @@ class Sequence:
         blocks: blocks of the cache it holds, in order.
         on_device_blocks: how many of them the device's block table lists; 0 until its slot is written.
         slot: its row of sampling state on the device while it runs.
+        digests: of its full blocks, as far as they were needed; see memory.prefix.
+        registered: blocks, from the first on, that the prefix cache has looked at or been given.
+        dropped: rows of the cache that compression has taken: it holds computed - dropped.
         children: siblings that wait for this one's prefill, to share its full blocks.
         scored: prompt tokens whose logprobs were handed out (with prompt_logprobs).
         media_passed: spans of the request's media that computed tokens have left behind.
@@ -53,6 +56,9 @@ class Sequence:
     blocks: list[int] = dataclasses.field(default_factory=list)
     on_device_blocks: int = 0
     slot: int | None = None
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+    registered: int = 0
+    dropped: int = 0
     children: list["Sequence"] = dataclasses.field(default_factory=list)
     scored: int = 0
     media_passed: int = 0
@@ -87,6 +93,11 @@ class Sequence:
     def uncomputed(self) -> int:
         """Tokens that must pass through the model before the next one can be sampled."""
         return len(self.known) + self.pending - self.computed
+
+    @property
+    def rows(self) -> int:
+        """Rows of the cache it holds."""
+        return self.computed - self.dropped
 
     def segment_at(self, place: int) -> "Segment | None":
         """The segment that a place of the prompt lies in; None behind the prompt, and without segments."""

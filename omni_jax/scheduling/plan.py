@@ -23,6 +23,7 @@ class Row:
         admit: the slot is new to the sequence: its sampling state and whole block table are written first.
         first_new_block: where in the block table the new blocks stand.
         new_blocks: blocks that the device's block table does not have yet.
+        dropped: rows that its cache has lost: the token at position p lies in cache row p - dropped.
         features: (place in the row, rows of the feature array) of each picture the stretch touches.
     """
 
@@ -36,6 +37,7 @@ class Row:
     admit: bool
     first_new_block: int
     new_blocks: tuple[int, ...]
+    dropped: int = 0
     features: tuple[tuple[int, np.ndarray], ...] = ()
 
 
@@ -65,8 +67,8 @@ class StepPlan:
             size=self.size,
             rows=len(self.rows),
             tokens=self.num_tokens,
-            context=sum(row.start + row.count for row in self.rows),
-            attended=sum(causal_pairs(row.count, row.start) for row in self.rows),
+            context=sum(row.start + row.count - row.dropped for row in self.rows),
+            attended=sum(causal_pairs(row.count, row.start - row.dropped) for row in self.rows),
         )
 
     @property
