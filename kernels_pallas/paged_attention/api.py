@@ -8,14 +8,12 @@ tokens.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention import reference, xla
+from kernels_pallas.paged_attention.pages import Pages
 
 
 @jax.tree_util.register_dataclass
@@ -40,28 +38,10 @@ class PagedBatch:
     decode: bool = dataclasses.field(metadata={"static": True})
 
 
-def storage_dtype(dtype: Any, platform: str) -> np.dtype:
-    """The dtype in which the pool is kept. bfloat16 lies as uint16 on a CPU: XLA for CPU otherwise converts the whole
-    pool to float32 around every scatter (18 times slower on JAX 0.10.2), and its alias check does not see it."""
-    return jnp.dtype(jnp.uint16) if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
-
-
-def write_pages(
-    pages: Shaped[Array, "num_pages kv_heads page_size head_dim"],
-    new: Float[Array, "tokens kv_heads head_dim"],
-    page: Int[Array, "tokens"],
-    offset: Int[Array, "tokens"],
-) -> Shaped[Array, "num_pages kv_heads page_size head_dim"]:
-    """Writes one row of keys (or values) a token. In place, when the caller donates `pages`."""
-    if pages.dtype == jnp.uint16 and new.dtype == jnp.bfloat16:
-        new = jax.lax.bitcast_convert_type(new, jnp.uint16)
-    return pages.at[page, :, offset].set(new, mode="promise_in_bounds")
-
-
 def paged_attention(
     query: Float[Array, "tokens heads head_dim"],
-    key_pages: Shaped[Array, "num_pages kv_heads page_size head_dim"],
-    value_pages: Shaped[Array, "num_pages kv_heads page_size head_dim"],
+    key_pages: Pages,
+    value_pages: Pages,
     batch: PagedBatch,
     *,
     scale: float,
