@@ -1,6 +1,7 @@
 """What an operator may set, and what came of it. Names are vLLM's."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,23 @@ class EngineConfig:
         enable_chunked_prefill: without it every prompt is computed whole in one step ("fcfs" only).
         segment_aware: a table of its segments goes to the log when a request ends.
         debug_print_batch: log what each step computes, in a form a person can check. Slow.
+        enable_prefix_caching: full blocks are kept and found again by requests that begin with the same tokens.
+        recycling_policy: which cached block goes first when one is needed: "by_modality", "lru", or a function of one's
+            own, "package.module:function".
+        kv_cache_dtype: "auto" is the model's own; "int8" stores rows as 8-bit whole numbers with a scale a token and
+            head.
+        swap_space: GiB of host memory for blocks of preempted sequences; 0 is no swap.
+        swap_dir: where what host memory does not hold is written; needs swap_space, through which it goes.
+        swap_dir_space: GiB that may be written there.
+        max_swap_ops: moves between the pool, host memory and disk that are under way at once; others wait.
+        num_swap_threads: that copy, check and write, beside the thread that steps.
+        preemption_mode: what becomes of a preempted sequence's blocks: "swap" moves them, "recompute" drops them, and
+            "auto" takes what the cost model says is sooner done.
+        enable_adaptive_compression: rows that matter least are dropped from the cache of a sequence while it decodes.
+            Changes what is generated.
+        kv_compress_ratio: share of a sequence's rows that may be dropped at most, in [0, 1).
+        kv_compress_controller: a function of one's own, "package.module:function", in place of the default schedule:
+            called with (decode step, tokens in all), it returns the share to drop, which kv_compress_ratio caps.
     """
 
     model_dir: Path | str
@@ -69,11 +87,23 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     segment_aware: bool = False
     debug_print_batch: bool = False
+    enable_prefix_caching: bool = True
+    recycling_policy: str = "by_modality"
+    kv_cache_dtype: str = "auto"
+    swap_space: float = 0.0
+    swap_dir: Path | str | None = None
+    swap_dir_space: float = 16.0
+    max_swap_ops: int = 4
+    num_swap_threads: int = 2
+    preemption_mode: str = "auto"
+    enable_adaptive_compression: bool = False
+    kv_compress_ratio: float = 0.4
+    kv_compress_controller: str | None = None
 
     def __post_init__(self):
         for name in (
             *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"),
-            *("max_pixels", "encoder_cache_tokens", "encoder_layers_per_slice"),
+            *("max_pixels", "encoder_cache_tokens", "encoder_layers_per_slice", "max_swap_ops", "num_swap_threads"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -88,6 +118,43 @@ class EngineConfig:
             raise ValueError('scheduling_policy "slo" needs chunked prefill: leave enable_chunked_prefill on')
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        if self.kv_cache_dtype not in ("auto", "int8"):
+            raise ValueError(f'kv_cache_dtype must be "auto" or "int8", got {self.kv_cache_dtype!r}')
+        if self.preemption_mode not in ("auto", "swap", "recompute"):
+            raise ValueError(f'preemption_mode must be "auto", "swap" or "recompute", got {self.preemption_mode!r}')
+        if self.recycling_policy not in ("by_modality", "lru") and not _is_dotted_path(self.recycling_policy):
+            raise ValueError(
+                'recycling_policy must be "by_modality", "lru" or \'package.module:function\', '
+                f"got {self.recycling_policy!r}"
+            )
+        for name in ("swap_space", "swap_dir_space"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be GiB, 0 or more, got {getattr(self, name)}")
+        if self.swap_dir is not None and not (self.swap_space and self.swap_dir_space):
+            raise ValueError(
+                "swap_dir needs a swap_space and a swap_dir_space above 0: blocks reach the disk through host memory; "
+                f"got {self.swap_space} and {self.swap_dir_space}"
+            )
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ValueError('preemption_mode "swap" needs a swap_space above 0')
+        if not 0 <= self.kv_compress_ratio < 1:
+            raise ValueError(f"kv_compress_ratio must be in [0, 1), got {self.kv_compress_ratio}")
+        if self.kv_compress_controller is not None:
+            if not _is_dotted_path(self.kv_compress_controller):
+                raise ValueError(
+                    "kv_compress_controller must be 'package.module:function', "
+                    f"got {self.kv_compress_controller!r}"
+                )
+            if not self.enable_adaptive_compression:
+                raise ValueError("kv_compress_controller needs enable_adaptive_compression, which is off")
+
+
+def _is_dotted_path(text: str) -> bool:
+    module, _, name = text.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,8 @@
 """What the engine counts. Plain numbers; the serving floor turns them into Prometheus metrics."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -31,6 +33,13 @@ class EngineStats:
         encoder_cache_hits: counter, times they were there or being computed already.
         encoder_cache_usage: gauge in [0, 1], share of the feature array that is held.
         mm_items: counter by modality, pictures and videos of requests that were queued.
+        prefix_queries: counter by modality, prompt tokens that were looked up in the prefix cache.
+        prefix_hits: counter by modality, those of them that were there and were not computed again.
+        pool: how the blocks are used now (memory.accounting.PoolUsage); None until the engine tells.
+        swap: the host tier's counts (memory.host_tier.HostTierStats); None without one.
+        blocks_swapped_out: counter, blocks copied from the pool to the host tier.
+        blocks_swapped_in: counter, blocks copied back.
+        tokens_dropped: counter, rows that compression took from the caches of sequences.
     """
 
     num_requests_running: int = 0
@@ -57,3 +66,10 @@ class EngineStats:
     encoder_cache_hits: int = 0
     encoder_cache_usage: float = 0.0
     mm_items: dict[str, int] = dataclasses.field(default_factory=lambda: {"image": 0, "video": 0})
+    prefix_queries: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    prefix_hits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    pool: Any = None
+    swap: Any = None
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    tokens_dropped: int = 0
