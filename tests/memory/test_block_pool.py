@@ -102,3 +102,166 @@ def test_blocks_for_rounds_up(tokens, blocks):
 def test_a_pool_that_holds_nothing_is_refused(num_blocks, block_size):
     with pytest.raises(ValueError, match=f"got {num_blocks} of {block_size}"):
         BlockPool(num_blocks, block_size)
+
+
+# -- what can be found -------------------------------------------------------------------------------------------------
+
+
+def cached_chain(pool, path, *, now=0.0, modality="text"):
+    """Blocks of a chain that somebody computed, registered and gave back; `path` has a letter a block."""
+    found = pool.find([path[: i + 1] for i in range(len(path))])
+    pool.share(found)
+    blocks = found + pool.allocate(len(path) - len(found))
+    for i, block in enumerate(blocks):
+        assert pool.register(block, path[: i + 1], path[:i] or None, modality=modality, depth=i)
+    pool.now = now
+    pool.free(reversed(blocks))
+    return blocks
+
+
+def paths(path):
+    return [path[: i + 1] for i in range(len(path))]
+
+
+def test_blocks_given_back_can_be_found_until_they_are_needed():
+    pool = BlockPool(5, 16)
+    blocks = cached_chain(pool, b"abc")
+    assert (pool.num_free, pool.num_idle, pool.num_used, pool.usage) == (4, 3, 0, 0.0)
+    assert pool.find(paths(b"abx")) == blocks[:2]
+    assert pool.find([]) == pool.find(paths(b"xab")) == []
+    pool.share(blocks[:2])
+    assert (pool.num_free, pool.num_idle, pool.num_used) == (2, 1, 2)
+    assert [pool.references(block) for block in blocks] == [1, 1, 0]
+    assert pool.allocate(3) is None
+    assert pool.find(paths(b"abc")) == blocks
+    other = pool.allocate(2)
+    assert blocks[2] in other
+    assert pool.find(paths(b"abc")) == blocks[:2]
+    assert pool.evictions == pool.evictions_by_modality["text"] == 1
+
+
+def test_free_blocks_go_before_those_that_can_be_found():
+    pool = BlockPool(6, 16)
+    blocks = cached_chain(pool, b"abc")
+    assert not set(pool.allocate(2)) & set(blocks)
+    assert pool.find(paths(b"abc")) == blocks
+
+
+def test_chains_are_given_up_from_their_end():
+    pool = BlockPool(5, 16, recycling=lambda use: -use.depth)  # the policy has no say in it
+    blocks = cached_chain(pool, b"abcd")
+    pool = BlockPool(5, 16, recycling=lambda use: use.depth)
+    assert cached_chain(pool, b"abcd") == blocks
+    for length in (3, 2, 1, 0):
+        (block,) = pool.allocate(1)
+        assert block == blocks[length]
+        assert pool.find(paths(b"abcd")) == blocks[:length]
+
+
+def test_a_block_with_a_cached_child_stays_until_the_last_of_them_is_gone():
+    pool = BlockPool(4, 16, recycling=lambda use: use.last_used)
+    first = cached_chain(pool, b"ab", now=2.0)
+    second = cached_chain(pool, b"ac", now=3.0)
+    assert second[0] == first[0]
+    assert [pool.allocate(1) for _ in range(3)] == [[first[1]], [second[1]], [first[0]]]
+
+
+def test_what_a_waiting_leaf_is_worth_follows_its_last_use():
+    pool = BlockPool(3, 16, recycling=lambda use: use.last_used)
+    old, new = cached_chain(pool, b"a", now=1.0), cached_chain(pool, b"b", now=2.0)
+    pool.free(pool.allocate(0))
+    pool.share(old)
+    pool.now = 3.0
+    pool.free(old)
+    assert pool.allocate(1) == new
+
+
+def test_only_one_block_is_found_by_a_digest():
+    pool = BlockPool(9, 16)
+    mine, yours = pool.allocate(2), pool.allocate(2)
+    assert pool.register(mine[0], b"a", None, modality="text", depth=0)
+    assert not pool.register(yours[0], b"a", None, modality="text", depth=0)
+    assert not pool.is_registered(yours[0])
+    assert pool.register(mine[0], b"a", None, modality="text", depth=0)  # once more is as well
+    assert not pool.register(mine[1], b"xb", b"x", modality="text", depth=1)
+    assert not pool.is_registered(mine[1])
+    assert pool.find(paths(b"ab")) == mine[:1]
+    with pytest.raises(ValueError, match=f"block {mine[0]} is registered as 61 and cannot become 62"):
+        pool.register(mine[0], b"b", None, modality="text", depth=0)
+    pool.free(yours)
+    with pytest.raises(ValueError, match=f"block {yours[0]} is held by nobody"):
+        pool.register(yours[0], b"b", None, modality="text", depth=0)
+    assert pool.num_used == 2
+
+
+def test_who_holds_a_block_without_its_parent_keeps_both_in_use():
+    pool = BlockPool(5, 16)
+    parent = cached_chain(pool, b"ab")
+    copy = pool.allocate(2)
+    assert pool.register(copy[1], b"abc", b"ab", modality="text", depth=2)
+    assert (pool.num_free, pool.num_idle, pool.num_used) == (0, 0, 4)
+    assert pool.allocate(1) is None
+    pool.free(copy[:1])
+    assert pool.allocate(1) == copy[:1]
+    assert pool.allocate(1) is None
+    pool.free(copy)
+    assert (pool.num_free, pool.num_idle, pool.num_used) == (4, 3, 0)
+    assert pool.find(paths(b"abc")) == [*parent, copy[1]]
+    assert sorted(pool.allocate(2)) == sorted(copy)  # the leaf, and not what had been one
+    assert pool.find(paths(b"abc")) == parent
+
+
+def test_nothing_is_found_after_the_cache_was_cleared():
+    pool = BlockPool(7, 16)
+    idle, used = cached_chain(pool, b"ab"), cached_chain(pool, b"xy")
+    pool.share(used)
+    pool.clear_cache()
+    assert pool.find(paths(b"ab")) == pool.find(paths(b"xy")) == []
+    assert (pool.num_free, pool.num_idle, pool.num_used, pool.evictions) == (4, 0, 2, 0)
+    with pytest.raises(ValueError, match="is free and cannot be shared"):
+        pool.share(idle)
+    assert pool.register(used[0], b"x", None, modality="text", depth=0)
+    pool.free(reversed(used))
+    assert (pool.num_free, pool.num_idle) == (6, 1)
+    assert sorted(pool.allocate(6)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_most_blocks_in_use_are_remembered():
+    pool = BlockPool(9, 16)
+    pool.free(pool.allocate(3))
+    assert pool.peak_used == 3
+    blocks = cached_chain(pool, b"abcde")
+    assert pool.peak_used == 5
+    pool.allocate(3)
+    pool.share(blocks[:3])
+    assert pool.peak_used == 6
+    assert pool.allocate(8) is None
+    assert pool.peak_used == 6
+
+
+def test_a_policy_that_raises_leaves_the_pool_as_it_is():
+    def policy(use):
+        raise RuntimeError("no idea")
+
+    pool = BlockPool(4, 16, recycling=policy)
+    blocks = cached_chain(pool, b"ab")
+    with pytest.raises(RuntimeError, match="no idea"):
+        pool.allocate(3)
+    assert pool.find(paths(b"ab")) == blocks
+    assert (pool.num_free, pool.num_idle, pool.num_used) == (3, 2, 0)
+    pool.clear_cache()
+    assert len(pool.allocate(3)) == 3
+
+
+def test_blocks_that_are_taken_back_again_and_again_leave_no_heap_behind():
+    pool = BlockPool(100, 16)
+    for number in range(50):
+        cached_chain(pool, bytes([number]))
+    for number in range(10_000):
+        blocks = pool.find([bytes([number % 50])])
+        pool.share(blocks)
+        pool.free(blocks)
+        if number % 1000 == 0:
+            pool.free(pool.allocate(50))  # all of the free, and one of the others
+            cached_chain(pool, bytes([number % 50]))
+        assert len(pool._leaves._new) + len(pool._leaves._heap) < 200

@@ -1,0 +1,153 @@
+"""What the pool is used for, counted by hand; and leaks that are found."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_jax.memory import BlockPool, check_leaks, pool_usage
+from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
+from omni_jax.segments import Segment
+from tests.memory.test_block_pool import cached_chain
+
+
+def sequence(blocks, computed, *, name="r", index=0, dropped=0, media=(), segments=(), prompt=40):
+    asked = Request(
+        id=name, prompt_ids=(1,) * prompt, params=SamplingParams(), media=tuple(media), segments=tuple(segments)
+    )
+    return Sequence(
+        request=asked,
+        index=index,
+        order=(0, index),
+        max_output=100,
+        known=list(asked.prompt_ids),
+        blocks=list(blocks),
+        computed=computed,
+        dropped=dropped,
+    )
+
+
+def picture(start, length, modality="image"):
+    patches = np.zeros((length, 1, 1, 1, 1), np.uint8)
+    return MediaSpan(key=b"k", modality=modality, start=start, length=length, grid=(1, length), patches=patches)
+
+
+def slots(text=0, image=0, video=0, table=0):
+    return {"text": text, "image": image, "video": video, "table": table}
+
+
+def test_an_empty_pool():
+    usage = pool_usage(BlockPool(9, 4), [])
+    assert (usage.block_size, usage.total, usage.free, usage.cached, usage.active) == (4, 8, 8, 0, 0)
+    assert (usage.shared, usage.peak_active, usage.unfilled_slots) == (0, 0, 0)
+    assert usage.active_slots == usage.evictions == slots()
+
+
+def test_blocks_and_slots_are_counted():
+    pool = BlockPool(20, 4)
+    cached_chain(pool, b"xyz", modality="video")
+    mine, more = pool.allocate(5), pool.allocate(2)
+    pool.share(mine[:2])
+    media, segments = [picture(5, 4), picture(9, 2, "video")], [Segment(start=11, stop=14, modality="table")]
+    first = sequence(mine, 18, media=media, segments=segments)
+    # The first two blocks once more, and 5 of 8 slots of two others.
+    second = sequence([*mine[:2], *more], 13, name="s", media=media, segments=segments)
+    usage = pool_usage(pool, [first, second])
+    assert (usage.total, usage.free, usage.cached, usage.active) == (19, 9, 3, 7)
+    assert (usage.shared, usage.peak_active) == (2, 7)
+    # First: 5 of text, 4 of the picture, 2 of film, 3 of the table, 4 of text behind it. Second, from token 8 on: one
+    # of the picture, two of film, two of the table.
+    assert usage.active_slots == slots(text=9, image=5, video=4, table=5)
+    assert usage.unfilled_slots == 7 * 4 - 18 - 5
+    check_leaks(pool, [first, second])
+
+
+def test_what_compression_dropped_is_not_there():
+    pool = BlockPool(20, 4)
+    held = sequence(pool.allocate(5), 32, dropped=14, media=[picture(0, 16)])
+    usage = pool_usage(pool, [held])
+    assert usage.active_slots == slots(text=9, image=9)
+    assert usage.unfilled_slots == 20 - 18
+
+
+def test_a_sequence_that_has_blocks_and_nothing_in_them_yet():
+    pool = BlockPool(20, 4)
+    usage = pool_usage(pool, [sequence(pool.allocate(5), 0), sequence([], 0, name="waits")])
+    assert usage.active_slots == slots()
+    assert usage.unfilled_slots == 20
+
+
+def test_evictions_and_peak_are_told():
+    pool = BlockPool(4, 4)
+    cached_chain(pool, b"ab", modality="image")
+    cached_chain(pool, b"c")
+    pool.share(pool.find([b"c"]))
+    pool.free(pool.allocate(2))
+    usage = pool_usage(pool, [])
+    assert usage.evictions == slots(image=2)
+    assert (usage.free, usage.cached, usage.active, usage.peak_active) == (2, 0, 1, 3)
+
+
+@given(st.data())
+def test_shared_beginnings_count_once(data):
+    """Against slots that are painted one by one."""
+    size = data.draw(st.integers(1, 5))
+    pool = BlockPool(100, size)
+    media = [picture(3, 5), picture(9, 4, "video")]
+    painted, held, dropped = {}, [], 0
+    for number in range(data.draw(st.integers(1, 5))):
+        parent = data.draw(st.sampled_from(held)) if held else None
+        full = 0 if parent is None else parent.computed // size
+        shared = [] if parent is None else parent.blocks[: data.draw(st.integers(0, full))]
+        pool.share(shared)
+        own = pool.allocate(data.draw(st.integers(0, 6)))
+        computed = data.draw(st.integers(len(shared) * size, (len(shared) + len(own)) * size))
+        held.append(sequence([*shared, *own], computed, name=str(number), media=media))
+        for place in range(computed):
+            kind = "image" if 3 <= place < 8 else "video" if 9 <= place < 13 else "text"
+            painted[held[-1].blocks[place // size], place % size] = kind
+    assert not dropped
+    usage = pool_usage(pool, held)
+    counts = slots()
+    for kind in painted.values():
+        counts[kind] += 1
+    assert usage.active_slots == counts
+    assert usage.unfilled_slots == usage.active * size - len(painted)
+    check_leaks(pool, held)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fault"),
+    [
+        ([1], r"block 2 has 1 references, but is held by nobody"),
+        ([1, 2, 3], r"block 3 has 0 references, but is held by \['r\[0\]'\]"),
+        ([1, 2, 2], r"block 2 has 1 references, but is held by \['r\[0\]', 'r\[0\]'\]"),
+        ([0, 1, 2], r"block 0 has 0 references"),
+    ],
+)
+def test_leaks_are_named(blocks, fault):
+    pool = BlockPool(5, 4)
+    assert pool.allocate(2) == [1, 2]
+    with pytest.raises(AssertionError, match=fault):
+        check_leaks(pool, [sequence(blocks, 3)])
+    check_leaks(pool, [sequence([1, 2], 3)])
+
+
+def test_a_reference_too_many_is_a_leak():
+    pool = BlockPool(5, 4)
+    blocks = pool.allocate(2)
+    pool.share(blocks[:1])
+    with pytest.raises(AssertionError, match=r"block 1 has 2 references, but is held by \['r\[0\]'\]"):
+        check_leaks(pool, [sequence(blocks, 3)])
+    check_leaks(pool, [sequence(blocks, 3), sequence(blocks[:1], 3, index=1)])
+    with pytest.raises(AssertionError, match="block 1 stands twice"):
+        check_leaks(pool, [sequence([1, 2, 1], 3)])
+
+
+def test_a_block_that_is_kept_for_somebody_s_child_is_told_of():
+    pool = BlockPool(5, 4)
+    cached_chain(pool, b"a")
+    blocks = pool.allocate(1)
+    pool.register(blocks[0], b"ab", b"a", modality="text", depth=1)
+    with pytest.raises(AssertionError, match="2 blocks are in use, but sequences hold 1"):
+        check_leaks(pool, [sequence(blocks, 3)])
