@@ -68,7 +68,7 @@ def write_figures(directory: Path, experiment: Experiment, runs: Runs, lines: Se
     return written
 
 
-def _subplots(rows: int, columns: int, *, width: float, height: float, **shared: Any) -> "tuple[Figure, list[Axes]]":
+def subplots(rows: int, columns: int, *, width: float, height: float, **shared: Any) -> "tuple[Figure, list[Axes]]":
     """A figure of its own, on the Agg canvas: no window, and no state of pyplot's."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -85,7 +85,7 @@ def _latencies(experiment: Experiment, runs: Runs, mix: str, rate: str) -> "Figu
     kinds = _ordered({judged.row.kind for *_, some in chosen for judged in some})
     if not kinds:
         return None
-    figure, axes = _subplots(1, len(kinds), width=4, height=3.2, sharey=True)
+    figure, axes = subplots(1, len(kinds), width=4, height=3.2, sharey=True)
     for ax, kind in zip(axes, kinds, strict=True):
         for number, arm in enumerate(experiment.arms):
             of_arm = [judged for cell, _, some in chosen if cell.arm == arm for judged in some]
@@ -118,7 +118,7 @@ def _timeline(experiment: Experiment, runs: Runs, mix: str) -> "Figure | None":
         return None
     begin, end = _window(baseline.steps)
     shown = list(chosen.items())[:MOST_TIMELINES]
-    figure, axes = _subplots(len(shown), 1, width=9, height=2.4, sharex=True)
+    figure, axes = subplots(len(shown), 1, width=9, height=2.4, sharex=True)
     for ax, (name, run) in zip(axes, shown, strict=True):
         _draw_steps(ax, run.steps, begin, end)
         ax.set(title=name, ylabel="request", xlim=(0, end - begin))
@@ -170,7 +170,7 @@ def _rates(experiment: Experiment, lines: Sequence[Line], mix: str) -> "Figure |
     kinds = _ordered({line.kind for line in chosen})
     if not kinds:
         return None
-    figure, axes = _subplots(1, len(kinds), width=4, height=3.2)
+    figure, axes = subplots(1, len(kinds), width=4, height=3.2)
     names = [rate.name for rate in experiment.rates]
     for ax, kind in zip(axes, kinds, strict=True):
         for number, arm in enumerate(experiment.arms):
@@ -200,7 +200,7 @@ def _segments(experiment: Experiment, runs: Runs) -> "Figure | None":
     modalities = _ordered({segment.modality for segments in found.values() for segment in segments})
     if not modalities:
         return None
-    figure, axes = _subplots(1, len(modalities) + 1, width=3.2, height=1.0 + 0.4 * len(found), sharey=True)
+    figure, axes = subplots(1, len(modalities) + 1, width=3.2, height=1.0 + 0.4 * len(found), sharey=True)
     for ax, modality in zip(axes, [ALL, *modalities], strict=True):
         for lane, segments in enumerate(found.values()):
             values = np.array([1000 * s.seconds for s in segments if modality in (ALL, s.modality)])

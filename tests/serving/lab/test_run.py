@@ -193,7 +193,7 @@ def test_without_matplotlib_there_is_a_report(tmp_path, monkeypatch, caplog):
         raise figures.NoMatplotlib('figures need matplotlib: pip install "omni-jax[lab]"')
 
     monkeypatch.setattr("serving.lab.run.write_figures", figures.write_figures)
-    monkeypatch.setattr(figures, "_subplots", missing)
+    monkeypatch.setattr(figures, "subplots", missing)
     report, _ = run(tmp_path)
     assert "omni-jax[lab]" in caplog.text
     assert "## Figures" not in report.read_text()
