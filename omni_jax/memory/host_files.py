@@ -82,7 +82,7 @@ def write(path: Path, header: bytes, rows: Iterable[np.ndarray]) -> None:
         with open(temporary, "xb") as file:
             file.write(header)
             for row in rows:
-                file.write(row)
+                file.write(row.data)
             file.flush()
             os.fsync(file.fileno())  # a file system that allocates late tells here that it's full
         os.replace(temporary, path)
@@ -103,7 +103,7 @@ def read(path: Path, header: bytes, out: np.ndarray) -> None:
         found = file.read(len(header))
         if found != header:
             raise FileCorrupt(_difference(found, header))
-        rest = memoryview(out.reshape(-1))
+        rest = out.reshape(-1).data
         while rest and (count := file.readinto(rest)):
             rest = rest[count:]
         if rest:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from omni_jax.memory import host_files
 logger = logging.getLogger(__name__)
 
 _FADING = 0.8  # the last five moves make two thirds of a bandwidth
+
+Done = Callable[[], None]  # what is to be changed when a move is done
 
 ParcelState = Literal["storing", "host", "spilling", "disk", "loading", "lost"]
 
@@ -91,7 +93,7 @@ class HostTierStats:
     Attributes:
         host_bytes: host memory in use, arrays that are ready to be taken included.
         host_capacity: bytes of the memory that was allocated for slots.
-        host_parcels: parcels in host memory or on their way into it.
+        host_parcels: parcels in host memory.
         disk_bytes: bytes of the files, those still to be written included.
         disk_capacity: bytes the files may take, 0 without a disk.
         disk_parcels: parcels that have a file.
@@ -232,25 +234,24 @@ class HostTier:
         with self._changed:
             if parcel.state != "lost":
                 self._forget(parcel, "it was dropped")
-            self._changed.notify_all()
+                self._settle()
+                self._changed.notify_all()
 
     def stats(self) -> HostTierStats:
         """What is held now and was done so far."""
         with self._changed:
             ready = sum(parcel.num_bytes for parcel in self._parcels if parcel.data is not None)
-            files = [parcel for parcel in self._parcels if parcel.file is not None]
+            rates: dict[str, Any] = {f"{name}_bandwidth": rate.value for name, rate in self._rates.items()}
             return HostTierStats(
                 host_bytes=(len(self._memory) - len(self._free)) * self.block_bytes + ready,
                 host_capacity=self._memory.nbytes,
-                host_parcels=sum(
-                    parcel.state in ("storing", "host", "spilling", "loading") for parcel in self._parcels
-                ),
+                host_parcels=sum(parcel.slots is not None or parcel.data is not None for parcel in self._parcels),
                 disk_bytes=self._disk_bytes(),
                 disk_capacity=self._disk_limit,
-                disk_parcels=len(files),
+                disk_parcels=sum(parcel.file is not None for parcel in self._parcels),
                 operations=self._operations(),
                 **self._counts,
-                **{f"{name}_bandwidth": rate.value for name, rate in self._rates.items()},
+                **rates,
             )
 
     def wait_idle(self) -> None:
@@ -276,7 +277,7 @@ class HostTier:
 
     # What follows down to `_disk_off` is called with the lock held and never waits.
 
-    def _submit(self, work: Callable[..., None], parcel: Parcel, *args: object) -> None:
+    def _submit(self, work: Callable[..., Done | None], parcel: Parcel, *args: object) -> None:
         parcel.busy = True
         if not self._closed:
             future = self._workers.submit(self._run, work, parcel, *args)
@@ -382,7 +383,7 @@ class HostTier:
     # What follows runs in the workers without the lock. A move returns what is to be changed when it's done: that is
     # changed under the lock together with the end of being busy, and not at all when the parcel was dropped meanwhile.
 
-    def _run(self, work: Callable[..., Callable[[], None] | None], parcel: Parcel, *args: object) -> None:
+    def _run(self, work: Callable[..., Done | None], parcel: Parcel, *args: object) -> None:
         done, reason = None, "a fault in this program, see the log"  # whatever happens, nobody may wait for ever
         try:
             done, reason = work(parcel, *args), ""
@@ -399,7 +400,7 @@ class HostTier:
                 self._settle()
                 self._changed.notify_all()
 
-    def _store(self, parcel: Parcel, copy: Copy) -> Callable[[], None] | None:
+    def _store(self, parcel: Parcel, copy: Copy) -> Done | None:
         with self._move(parcel, "store", "device -> host"):
             data = copy.read()
             if data.dtype != np.uint8 or data.shape != (parcel.blocks, self.block_bytes):
@@ -416,7 +417,7 @@ class HostTier:
                     return None  # `_proceed` goes on with it, or `_settle`
             return self._place(parcel, data)
 
-    def _place(self, parcel: Parcel, data: np.ndarray) -> Callable[[], None]:
+    def _place(self, parcel: Parcel, data: np.ndarray) -> Done:
         for slot, row in zip(parcel.slots or (), data, strict=True):
             self._memory[slot] = row
 
@@ -425,7 +426,7 @@ class HostTier:
 
         return done
 
-    def _spill(self, parcel: Parcel, file: Path) -> Callable[[], None]:
+    def _spill(self, parcel: Parcel, file: Path) -> Done:
         def done() -> None:
             parcel.state, parcel.data = "disk", None
             self._counts["spilled"] += 1
@@ -447,7 +448,7 @@ class HostTier:
             return failed
         return done
 
-    def _load(self, parcel: Parcel) -> Callable[[], None]:
+    def _load(self, parcel: Parcel) -> Done:
         data = np.empty((parcel.blocks, self.block_bytes), np.uint8)
         file = parcel.file
         with self._move(parcel, "load", "") if file is None else self._move(parcel, "disk_read", "disk -> host"):
@@ -495,7 +496,7 @@ class HostTier:
 
     def _checksum(self, parcel: Parcel, data: np.ndarray) -> bytes:
         digest = hashlib.sha256(self._header(parcel, with_checksum=False))
-        digest.update(data.reshape(-1))
+        digest.update(data.reshape(-1).data)
         return digest.digest()
 
 

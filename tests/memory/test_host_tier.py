@@ -1,101 +1,25 @@
 """The host tier with real threads and real files. Nothing here sleeps: threads are held at events and let go."""
 
-import contextlib
 import logging
-import os
-import random
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from omni_jax.memory import host_files
 from omni_jax.memory.host_tier import HostTier, ParcelLost
-
-BLOCK_BYTES = 1000
-HEADER = host_files.HEADER_BYTES
-GATES: list[threading.Event] = []  # all are opened when a test ends, so that one that fails doesn't hang
-
-
-def gate():
-    GATES.append(threading.Event())
-    return GATES[-1]
-
-
-class Copy:
-    """Blocks that arrive when the test says so."""
-
-    def __init__(self, data, *, held=False, error=None):
-        self.data, self.error, self.gate = data, error, gate()
-        self.begun = threading.Event()
-        if not held:
-            self.gate.set()
-
-    def read(self):
-        self.begun.set()
-        self.gate.wait()
-        if self.error is not None:
-            raise self.error
-        return self.data
-
-
-class Held:
-    """A function whose callers wait at the door."""
-
-    def __init__(self, function):
-        self.function, self.begun, self.gate = function, threading.Event(), gate()
-
-    def __call__(self, *args):
-        self.begun.set()
-        self.gate.wait()
-        return self.function(*args)
-
-
-def blocks(count, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (count, BLOCK_BYTES), np.uint8)
-
-
-@contextlib.contextmanager
-def tier(directory=None, *, capacity=8, disk=100, threads=2, layout=b"layout", ops=16):
-    """A tier for `capacity` blocks in memory and `disk` blocks (each with a header) on disk."""
-    made = HostTier(
-        block_bytes=BLOCK_BYTES,
-        capacity_bytes=capacity * BLOCK_BYTES,
-        directory=directory,
-        disk_bytes=disk * (BLOCK_BYTES + HEADER),
-        num_threads=threads,
-        layout=layout,
-        max_swap_ops=ops,
-    )
-    try:
-        yield made
-    finally:
-        while GATES:
-            GATES.pop().set()
-        made.close()
-
-
-def store(to, data, name, **options):
-    parcel = to.store(name.encode(), Copy(data), len(data), **options)
-    to.wait_idle()
-    return parcel
-
-
-def on_disk(to, data, name="on disk"):
-    """A parcel that has gone to disk, because another one needs its place; and that other one."""
-    parcel = store(to, data, name)
-    size = to.stats().host_capacity // BLOCK_BYTES
-    other = store(to, blocks(size, 99), "other")
-    assert parcel.state == "disk"
-    return parcel, other
-
-
-def swap_lines(caplog, level):
-    return [record.getMessage() for record in caplog.records if record.levelno == level]
-
+from tests.memory.swapping import (
+    BLOCK_BYTES,
+    FAULTS,
+    Copy,
+    Held,
+    blocks,
+    full_disk,
+    on_disk,
+    store,
+    swap_lines,
+    tier,
+)
 
 # What comes back is what went
 
@@ -329,22 +253,6 @@ def test_close_lets_takers_go_joins_the_threads_and_removes_the_files(tmp_path):
 # Faults
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-FAULTS = {
-    "checksum": flip,
-    "ends early": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "within the header": lambda path: os.truncate(path, 10),
-    "goes on after": lambda path: path.write_bytes(path.read_bytes() + b"x"),
-    "another magic": lambda path: path.write_bytes(b"x" * path.stat().st_size),
-    "No such file": lambda path: path.unlink(),
-}
-
-
 @pytest.mark.parametrize("reason", FAULTS)
 def test_a_damaged_file_is_found_said_once_and_costs_only_its_parcel(tmp_path, caplog, reason):
     with tier(tmp_path, capacity=2) as host:
@@ -411,13 +319,6 @@ def test_a_copy_that_fails_is_a_lost_parcel_and_nobody_waits_for_it(caplog, copy
         assert len([line for line in swap_lines(caplog, logging.WARNING) if "lost" in line]) == 1
 
 
-def full_disk(monkeypatch):
-    """The device that is always full: a real ENOSPC, for root too."""
-    monkeypatch.setattr(
-        host_files, "open", lambda *_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"), raising=False
-    )
-
-
 def test_a_full_disk_is_said_once_and_memory_goes_on_alone(tmp_path, monkeypatch, caplog):
     with tier(tmp_path, capacity=4) as host:
         kept, _ = on_disk(host, blocks(4), "kept")
@@ -477,224 +378,3 @@ def test_sizes_that_cannot_be_are_refused(change, words):
     good = {"block_bytes": 1000, "capacity_bytes": 4000, "directory": None, "disk_bytes": 0, "num_threads": 1}
     with pytest.raises(ValueError, match=words):
         HostTier(**{**good, "layout": b"", **change})
-
-
-# Restarts
-
-KILLED = """
-import sys, threading
-from pathlib import Path
-import numpy as np
-from omni_jax.memory import host_files
-from omni_jax.memory.host_tier import HostTier
-
-host = HostTier(block_bytes=1000, capacity_bytes=2000, directory=Path(sys.argv[1]), disk_bytes=10**6, num_threads=1,
-                layout=b"layout")
-
-class Copy:
-    def read(self):
-        return np.ones((2, 1000), np.uint8)
-
-def stand(_):
-    print("written", flush=True)
-    threading.Event().wait()
-
-for number in range(2):
-    host.store(bytes([number]), Copy(), 2)
-    host.wait_idle()
-host_files.os.fsync = stand
-host.store(b"2", Copy(), 2)
-threading.Event().wait()
-"""
-
-
-def test_a_process_killed_in_mid_swap_leaves_nothing_to_a_restart(tmp_path):
-    mine = tmp_path / "notes.txt"
-    mine.write_text("mine")
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout.readline() == b"written\n"
-            (folder,) = tmp_path.glob("omni-jax-swap-*")
-            names = {path.name for path in folder.iterdir()}
-            assert names == {"lock", "parcel-0", "parcel-1.tmp"}
-            with tier(tmp_path):
-                assert {path.name for path in folder.iterdir()} == names  # its process lives: hands off
-        finally:
-            process.kill()  # SIGKILL: nothing of it runs any more
-    (folder / "parcel-9.txt").write_text("mine too")
-    with tier(tmp_path):
-        assert [path.name for path in folder.iterdir() if path.name != "lock"] == ["parcel-9.txt"]
-    (folder / "parcel-9.txt").unlink()
-    with tier(tmp_path):
-        assert not folder.exists()
-    assert list(tmp_path.iterdir()) == [mine]
-
-
-def test_other_peoples_files_are_never_touched(tmp_path):
-    """Names like ours in folders like ours whose lock is free, but not our content; links; a folder without a lock."""
-    stale = tmp_path / "omni-jax-swap-stale"
-    stale.mkdir()
-    (stale / "lock").write_bytes(host_files.MAGIC)
-    (stale / "parcel-1").write_bytes(b"my letter")
-    (stale / "parcel-2").mkdir()
-    outside = tmp_path / "outside"
-    outside.write_bytes(host_files.MAGIC)
-    (stale / "parcel-3").symlink_to(outside)
-    (tmp_path / "omni-jax-swap-link").symlink_to(stale)
-    unlocked = tmp_path / "omni-jax-swap-unlocked"
-    unlocked.mkdir()
-    (unlocked / "parcel-1").write_bytes(host_files.MAGIC)
-    (tmp_path / "omni-jax-swap-file").write_bytes(host_files.MAGIC)
-    (tmp_path / "omni-jax-swap-empty").mkdir()
-    (stale / "parcel-4").write_bytes(b"")  # killed before its header, or a power cut
-    (stale / "parcel-5.tmp").write_bytes(b"\0" * 4096)
-    before = {path: path.lstat().st_ino for path in tmp_path.rglob("*")}
-    with tier(tmp_path):
-        pass
-    after = {path: path.lstat().st_ino for path in tmp_path.rglob("*")}
-    gone = {path.relative_to(tmp_path).as_posix() for path in before.keys() - after.keys()}
-    assert gone == {"omni-jax-swap-empty", "omni-jax-swap-stale/parcel-4", "omni-jax-swap-stale/parcel-5.tmp"}
-    assert after.items() <= before.items()
-
-
-def test_a_new_folder_that_is_cleaned_away_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    lock, taken = host_files.fcntl.flock, []
-
-    def late(file, how):
-        if not taken:
-            taken.append(file)
-            for path in tmp_path.glob("omni-jax-swap-*"):
-                (path / "lock").unlink()
-                path.rmdir()
-        lock(file, how)
-
-    monkeypatch.setattr(host_files.fcntl, "flock", late)
-    with tier(tmp_path, capacity=2) as host:
-        parcel, _ = on_disk(host, blocks(2))
-        assert parcel.file.exists()
-
-
-# Any mix of it
-
-
-class Schedule:
-    """Random calls on a tier and what must be true after them.
-
-    A parcel may be lost only when a fault hit it: its file was damaged, reading failed, its copy failed, it need not be
-    kept, or the disk failed while others waited for the room.
-    """
-
-    def __init__(self, host, draw, faults):
-        self.host, self.draw, self.faults = host, draw, faults
-        self.live, self.copies, self.number = {}, [], 0
-        self.taken = 0
-
-    def store(self):
-        draw, self.number = self.draw, self.number + 1
-        count, keep = draw.randint(1, 5), draw.random() < 0.8
-        error = RuntimeError("device") if draw.random() < 0.03 else None
-        data = blocks(count, self.number)
-        copy = Copy(data, held=draw.random() < 0.5, error=error)
-        parcel = self.host.store(b"%d" % self.number, copy, count, keep_until_taken=keep)
-        if parcel is not None:
-            self.live[parcel] = data
-            self.copies.append(copy)
-            if error is not None or not keep:
-                self.faults.hit.add(parcel)
-
-    def release(self):
-        if self.copies:
-            self.copies.pop(self.draw.randrange(len(self.copies))).gate.set()
-
-    def prefetch(self):
-        if self.live:
-            self.host.prefetch(self.pick())
-
-    def take_ready(self):
-        for parcel in [parcel for parcel in self.live if self.host.is_ready(parcel)][:2]:
-            self.take(parcel)
-
-    def take_any(self):
-        if self.live:
-            self.open_all()
-            self.take(self.pick())
-
-    def drop(self):
-        if self.live:
-            parcel = self.pick()
-            del self.live[parcel]
-            self.host.drop(parcel)
-
-    def damage(self):
-        """Of one parcel that rests on disk."""
-        self.settle()
-        resting = [parcel for parcel in self.live if parcel.state == "disk" and parcel.file.exists()]
-        if resting:
-            parcel = self.draw.choice(resting)
-            self.draw.choice(list(FAULTS.values()))(parcel.file)
-            self.faults.hit.add(parcel)
-
-    def settle(self):
-        self.open_all()
-        self.host.wait_idle()
-        held = [parcel.slots for parcel in self.live if parcel.slots is not None]
-        used = [slot for slots in held for slot in slots]
-        assert sorted(used + self.host._free) == list(range(len(self.host._memory)))
-        stats = self.host.stats()
-        assert stats.operations == 0
-        assert {parcel.state for parcel in self.live} <= {"host", "disk", "lost"}
-        files = {path for path in Path(self.host._folder.path).iterdir() if path.name != "lock"}
-        assert {parcel.file for parcel in self.live if parcel.state == "disk"} >= files
-
-    def take(self, parcel):
-        data = self.live.pop(parcel)
-        try:
-            assert np.array_equal(self.host.take(parcel), data)
-            self.taken += 1
-        except ParcelLost:
-            assert parcel in self.faults.hit or self.faults.disk_failed
-
-    def open_all(self):
-        while self.copies:
-            self.copies.pop().gate.set()
-
-    def pick(self):
-        return self.draw.choice(list(self.live))
-
-
-class Faults:
-    def __init__(self, seed, monkeypatch):
-        self.hit, self.disk_failed, self.write_rate = set(), False, 0.02 if seed % 4 == 0 else 0.0
-        self.draw, self.write, self.read = random.Random(seed), host_files.write, host_files.read
-        monkeypatch.setattr(host_files, "write", self.write_or_fail)
-
-    def write_or_fail(self, path, header, rows):
-        if self.draw.random() < self.write_rate:
-            self.disk_failed = True
-            raise OSError(28, "No space left on device")
-        self.write(path, header, rows)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_any_mix_of_calls_and_faults_gives_the_bytes_or_says_that_they_are_lost(tmp_path, monkeypatch, seed):
-    draw, faults = random.Random(seed), Faults(seed, monkeypatch)
-    before = threading.active_count()
-    with tier(tmp_path, capacity=12, disk=30, threads=1 + seed % 3, ops=6) as host:
-        schedule = Schedule(host, draw, faults)
-        calls = [schedule.store] * 6 + [schedule.release] * 6 + [schedule.prefetch] * 3 + [schedule.take_ready] * 3
-        calls += [schedule.take_any, schedule.drop]
-        for step in range(300):
-            draw.choice(calls)()
-            if step % 30 == 29:
-                schedule.damage()
-        schedule.settle()
-        for parcel in list(schedule.live):
-            schedule.take(parcel)
-        schedule.settle()
-        stats = host.stats()
-        assert schedule.taken > 20
-        assert stats.spilled or faults.disk_failed
-        assert (stats.host_bytes, stats.disk_bytes, stats.host_parcels, stats.disk_parcels) == (0, 0, 0, 0)
-        assert {path.name for path in host._folder.path.iterdir()} == {"lock"}
-    assert threading.active_count() == before
-    assert not list(tmp_path.iterdir())
