@@ -102,6 +102,7 @@ def _modalities(sequence: Sequence, start: int, stop: int) -> dict[Modality, int
     if not sequence.dropped:
         return count_modalities(sequence.request, start, stop)
     counts = count_modalities(sequence.request, 0, sequence.computed)
-    counts = {modality: count * (stop - start) // sequence.computed for modality, count in counts.items()}
+    for modality, count in counts.items():
+        counts[modality] = count * (stop - start) // sequence.computed
     counts["text"] += stop - start - sum(counts.values())
     return counts

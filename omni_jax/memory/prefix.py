@@ -8,12 +8,15 @@ import array
 import bisect
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from omni_jax.requests import MediaSpan, Request
 from omni_jax.segments import MODALITIES, Modality, Segment
+
+_Part = TypeVar("_Part", Segment, MediaSpan)
 
 _BLOCK = struct.Struct("<II")  # block size, spans
 _SPAN = struct.Struct("<qqI")  # place in the block, features, bytes of the key
@@ -44,22 +47,22 @@ def extend(digests: list[bytes], request: Request, known: Sequence[int], block_s
     if stop <= start:
         return
     tokens = array.array("i", known[start:stop])
-    shifts = _shifts(request, start, stop)
+    shifts = _shifts(request, start, stop, block_size)
     parent = digests[-1] if digests else root_digest(salt=request.cache_salt)
     for at in range(start, stop, block_size):
-        place = slice(at - start, at - start + block_size)
-        spans = list(_overlapping(request.media, at, at + block_size)) if request.media else ()
-        content = parent + tokens[place].tobytes() + _BLOCK.pack(block_size, len(spans))
+        spans = _overlapping(request.media, at, at + block_size)
+        content = parent + tokens[at - start : at - start + block_size].tobytes()
+        content += _BLOCK.pack(block_size, len(spans))
         for span in spans:
             content += _SPAN.pack(span.start - at, span.length, len(span.key)) + span.key
-        if shifts is not None and shifts[place].any():
-            content += shifts[place].tobytes()
-        parent = hashlib.sha256(content).digest()
+        parent = hashlib.sha256(content + shifts[(at - start) // block_size]).digest()
         digests.append(parent)
 
 
 def modality(request: Request, start: int, stop: int) -> Modality:
     """What most of the tokens from start to stop are; of equals, the first of text, image, video, table."""
+    if not _parts(request, start, stop):
+        return "text"
     counts = count_modalities(request, start, stop)
     return max(counts, key=counts.__getitem__)
 
@@ -67,39 +70,33 @@ def modality(request: Request, start: int, stop: int) -> Modality:
 def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, int]:
     """How many tokens from start to stop are of which modality: placeholders are what replaces them, tokens of a
     segment of that modality are a table, others are text. Places behind the prompt are text."""
-    tables = list(_tables(request, start, stop)) if request.segments else ()
-    spans = list(_overlapping(request.media, start, stop)) if request.media else ()
-    if not tables and not spans:
-        return dict.fromkeys(MODALITIES, 0) | {"text": stop - start}
     labels = np.zeros(stop - start, np.int8)
-    for part in (*tables, *spans):
+    for part in _parts(request, start, stop):
         labels[max(part.start - start, 0) : part.stop - start] = MODALITIES.index(part.modality)
     counts = np.bincount(labels, minlength=len(MODALITIES)).tolist()
     return dict(zip(MODALITIES, counts, strict=True))
 
 
-def _tables(request: Request, start: int, stop: int) -> Iterator[Segment]:
-    """Segments that are tables and have tokens from start to stop."""
-    for index in range(bisect.bisect_right(request.segment_stops, start), len(request.segments)):
-        if request.segments[index].start >= stop:
-            return
-        if request.segments[index].modality == "table":
-            yield request.segments[index]
+def _parts(request: Request, start: int, stop: int) -> list[Segment | MediaSpan]:
+    """What has tokens from start to stop and is no text; of two that overlap the later tells what they are."""
+    tables = [s for s in _overlapping(request.segments, start, stop) if s.modality == "table"]
+    return [*tables, *_overlapping(request.media, start, stop)]
 
 
-def _overlapping(media: Sequence[MediaSpan], start: int, stop: int) -> Iterator[MediaSpan]:
-    """Spans that have placeholders from start to stop."""
-    for index in range(bisect.bisect_right(media, start, key=lambda span: span.stop), len(media)):
-        if media[index].start >= stop:
-            return
-        yield media[index]
+def _overlapping(parts: Sequence[_Part], start: int, stop: int) -> list[_Part]:
+    """Those of some parts of a prompt, in order, that have tokens from start to stop."""
+    first = last = bisect.bisect_right(parts, start, key=lambda part: part.stop) if parts else 0
+    while last < len(parts) and parts[last].start < stop:
+        last += 1
+    return list(parts[first:last])
 
 
-def _shifts(request: Request, start: int, stop: int) -> np.ndarray | None:
-    """int32 [tokens, 3]: by how much the rotary positions of tokens differ from their places. None: not at all."""
+def _shifts(request: Request, start: int, stop: int, block_size: int) -> list[bytes]:
+    """For each block, int32 [tokens, 3]: by how much rotary positions differ from places; empty if not at all."""
     if request.positions is None:
-        return None
+        return [b""] * ((stop - start) // block_size)
     shifts = np.full((stop - start, 3), request.position_delta, np.int32)
     given = request.positions[:, start:stop]
     shifts[: given.shape[1]] = given.T - np.arange(start, start + given.shape[1], dtype=np.int32)[:, None]
-    return shifts
+    blocks = shifts.reshape(-1, block_size * 3)
+    return [block.tobytes() if block.any() else b"" for block in blocks]
