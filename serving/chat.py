@@ -11,7 +11,7 @@ from omni_jax.inputs import Prompt
 from omni_jax.requests import Request, SamplingParams, TokenLogprob
 from omni_jax.segments import Segment
 from serving.errors import REQUEST_ID
-from serving.generation import Batch, generation, merged
+from serving.generation import Batch, Tally, generation, merged
 from serving.logprobs import chat_logprobs, prompt_logprobs
 from serving.prompts import render
 from serving.protocol import ChatRequest, read_object, sampling_params, validate
@@ -24,7 +24,6 @@ from serving.responses import (
     ChatLogprobs,
     ChatMessage,
     Usage,
-    usage,
 )
 from serving.state import SERVER, Server
 from serving.wire import header_safe, json_response, new_id, read_body, serve_events
@@ -57,6 +56,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         positions=call.prompt.positions,
         segments=call.segments,
         slo=call.request.slo(),
+        cache_salt=call.request.cache_salt or "",
     )
     async with generation(server, [submitted]) as batches:
         if call.request.stream:
@@ -98,6 +98,9 @@ def _understand(server: Server, raw: bytes) -> tuple[dict[str, Any], ChatRequest
 
 def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:
     whole = sorted((delta for _, delta in merged(deltas)), key=lambda delta: delta.index)
+    tally = Tally(len(call.prompt.ids))
+    for delta in whole:
+        tally.add(delta)
     completion = ChatCompletion(
         id=call.id,
         object="chat.completion",
@@ -113,7 +116,7 @@ def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:
             )
             for delta in whole
         ],
-        usage=usage(len(call.prompt.ids), sum(len(delta.token_ids) for delta in whole)),
+        usage=tally.usage,
     )
     if call.params.prompt_logprobs is not None:
         completion.prompt_logprobs = prompt_logprobs(
@@ -129,7 +132,7 @@ def _logprobs(server: Server, call: _Call, logprobs: tuple[TokenLogprob, ...]) -
 async def _chunks(server: Server, call: _Call, batches: AsyncIterator[Batch]) -> AsyncGenerator[ChatChunk, None]:
     """Each choice opens with its role; then one chunk for each visible addition; usage last, when asked for."""
     opened: set[int] = set()
-    generated = 0
+    tally = Tally(len(call.prompt.ids))
 
     def chunk(choice: ChatChunkChoice | None, counted: Usage | None = None) -> ChatChunk:
         made = ChatChunk(
@@ -144,11 +147,11 @@ async def _chunks(server: Server, call: _Call, batches: AsyncIterator[Batch]) ->
         return made
 
     def so_far() -> Usage | None:
-        return usage(len(call.prompt.ids), generated) if call.request.usage_in_every_chunk else None
+        return tally.usage if call.request.usage_in_every_chunk else None
 
     async for batch in batches:
         for _, delta in batch:
-            generated += len(delta.token_ids)
+            tally.add(delta)
             if delta.index not in opened:
                 opened.add(delta.index)
                 role = ChatDelta(role="assistant", content="")
@@ -164,4 +167,4 @@ async def _chunks(server: Server, call: _Call, batches: AsyncIterator[Batch]) ->
                     choice.stop_reason = delta.stop_reason
                 yield chunk(choice, so_far())
     if call.request.include_usage:
-        yield chunk(None, usage(len(call.prompt.ids), generated))
+        yield chunk(None, tally.usage)

@@ -1,11 +1,14 @@
 """What the commands have in common: an engine's settings from flags, the faults that are told in one line, the log."""
 
+import enum
 import logging
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
+
+FAILURE = 1  # usage errors are 2, by typer
 
 
 def engine_config(**options: Any) -> Any:
@@ -24,6 +27,38 @@ def engine_config(**options: Any) -> Any:
     return config
 
 
+def memory_options(**options: Any) -> dict[str, Any]:
+    """The fields of EngineConfig that the flags of the engine's memory set, without those that were not given.
+
+    Raises:
+        typer.BadParameter: values that cannot be, alone or together; said before a model is loaded.
+    """
+    from omni_jax.engine.config import EngineConfig
+    from omni_jax.memory import make_recycling
+    from omni_jax.memory.compression import make_controller
+
+    given = {
+        name: value.value if isinstance(value, enum.Enum) else value
+        for name, value in options.items()
+        if value is not None
+    }
+    try:
+        config = EngineConfig(model_dir=".", **given)
+        find_own_code(config.recycling_policy)
+        make_recycling(config.recycling_policy)
+        find_own_code(config.kv_compress_controller or "")
+        make_controller(config.kv_compress_controller, config.kv_compress_ratio)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return given
+
+
+def find_own_code(path: str) -> None:
+    """Lets a dotted path, package.module:function, name what a person keeps in the working directory."""
+    if ":" in path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # after everything that is installed
+
+
 def expected_faults() -> tuple[type[Exception], ...]:
     """What a wrong model, flag or machine raises: told in one line. Anything else is a bug and keeps its traceback."""
     from checkpoints.reader import CheckpointError
@@ -31,6 +66,12 @@ def expected_faults() -> tuple[type[Exception], ...]:
     from serving.run import CannotListen
 
     return (CheckpointError, EngineError, CannotListen, OSError, ValueError)
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the command with one line."""
+    typer.echo(f"omni-jax: {message}", err=True)
+    raise typer.Exit(FAILURE)
 
 
 def log_to_stderr(level: str) -> None:

@@ -10,10 +10,10 @@ from aiohttp import web
 from omni_jax.requests import Delta, InvalidRequest, Request, SamplingParams, TokenLogprob
 from omni_jax.segments import Segment
 from serving.errors import REQUEST_ID
-from serving.generation import Batch, generation, merged
+from serving.generation import Batch, Tally, generation, merged
 from serving.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from serving.protocol import CompletionRequest, read_object, sampling_params, validate
-from serving.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, PromptLogprobs, Usage, usage
+from serving.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, PromptLogprobs, Usage
 from serving.state import SERVER, Server
 from serving.wire import header_safe, json_response, new_id, read_body, serve_events
 
@@ -58,7 +58,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     call = await server.in_thread(_prepare, server, await read_body(request))
     if header_safe(call.request.request_id):
         request[REQUEST_ID] = call.request.request_id
-    now, slo = time.monotonic(), call.request.slo()
+    now, slo, salt = time.monotonic(), call.request.slo(), call.request.cache_salt or ""
     submitted = [
         Request(
             id=f"{call.id}-{position}",
@@ -67,6 +67,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             arrival=now,
             segments=prompt.segments,
             slo=slo,
+            cache_salt=salt,
         )
         for position, prompt in enumerate(call.prompts)
     ]
@@ -163,9 +164,11 @@ class _Echo:
 def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:
     echo = _Echo(server, call)
     choices = []
+    tally = Tally(call.prompt_tokens)
     of_prompt: PromptLogprobs | None = None
     whole = sorted(merged(deltas), key=lambda item: (item[0], item[1].index))
     for position, delta in whole:
+        tally.add(delta)
         choice = echo.choice(position, delta, first=True)
         if call.request.prompt_logprobs is not None:
             if delta.index == 0:
@@ -173,8 +176,7 @@ def _whole(server: Server, call: _Call, deltas: Batch) -> web.Response:
                 of_prompt = prompt_logprobs(tokenizer, delta.prompt_logprobs, top=top)
             choice.prompt_logprobs = of_prompt
         choices.append(choice)
-    generated = sum(len(delta.token_ids) for _, delta in whole)
-    return json_response(call.response(choices, usage(call.prompt_tokens, generated)))
+    return json_response(call.response(choices, tally.usage))
 
 
 async def _chunks(
@@ -183,18 +185,18 @@ async def _chunks(
     """One chunk for each visible addition to a choice; usage last, when asked for."""
     echo = _Echo(server, call)
     opened: set[tuple[int, int]] = set()
-    generated = 0
+    tally = Tally(call.prompt_tokens)
     async for batch in batches:
         for position, delta in batch:
-            generated += len(delta.token_ids)
+            tally.add(delta)
             first = (position, delta.index) not in opened
             opened.add((position, delta.index))
             if delta.text or delta.logprobs or delta.finish_reason or (first and call.request.echo):
-                counted = usage(call.prompt_tokens, generated) if call.request.usage_in_every_chunk else None
+                counted = tally.usage if call.request.usage_in_every_chunk else None
                 if first and call.request.echo:  # may hold the logprobs of a long prompt
                     choice = await server.in_thread(partial(echo.choice, position, delta, first=True))
                 else:
                     choice = echo.choice(position, delta, first=first)
                 yield call.response([choice], counted)
     if call.request.include_usage:
-        yield call.response([], usage(call.prompt_tokens, generated))
+        yield call.response([], tally.usage)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from omni_jax.requests import Delta, Request, Unavailable
 from serving.errors import ApiError
 from serving.metrics import Metrics
+from serving.responses import Usage, usage
 from serving.state import Server
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,28 @@ def _joined(deltas: list[Delta]) -> Delta:
         prompt_logprobs=first.prompt_logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        cached_tokens=last.cached_tokens,
     )
+
+
+class Tally:
+    """What a call has used so far: add every delta.
+
+    A prompt counts once, whatever its choices, so its cached tokens are those that the first of them found.
+    """
+
+    def __init__(self, prompt_tokens: int):
+        self._prompt_tokens, self._generated = prompt_tokens, 0
+        self._cached: dict[str, int] = {}  # by request
+
+    def add(self, delta: Delta) -> None:
+        self._generated += len(delta.token_ids)
+        if delta.index == 0:
+            self._cached[delta.request_id] = delta.cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        return usage(self._prompt_tokens, self._generated, sum(self._cached.values()))
 
 
 async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Metrics) -> AsyncIterator[Delta]:
@@ -103,10 +125,12 @@ async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Met
     start = time.monotonic()
     first: float | None = None
     latest: dict[int, float] = {}
-    generated = 0
+    generated = cached = 0
     ends: dict[int, str] = {}
     try:
         async for delta in stream:
+            if delta.index == 0:
+                cached = delta.cached_tokens
             if delta.token_ids:
                 now = time.monotonic()
                 generated += len(delta.token_ids)
@@ -122,7 +146,7 @@ async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Met
     finally:
         seconds = time.monotonic() - start
         reasons = sorted({ends.get(index, "abort") for index in range(request.params.n)})
-        _log_end(request, generated, first, seconds, reasons)
+        _log_end(request, cached, generated, first, seconds, reasons)
     if not {"error", "abort"} & set(reasons):
         metrics.request_finished(
             seconds=seconds,
@@ -132,18 +156,22 @@ async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Met
         )
 
 
-def _log_end(request: Request, generated: int, first: float | None, seconds: float, reasons: list[str]) -> None:
+def _log_end(
+    request: Request, cached: int, generated: int, first: float | None, seconds: float, reasons: list[str]
+) -> None:
     of_media = {"image": 0, "video": 0}
     for span in request.media:
         of_media[span.modality] += span.length
     prompt = len(request.prompt_ids)
     logger.info(
-        "request %s: prompt %d tokens (text %d, image %d, video %d), generated %d, first token %s, total %.3f s, %s",
+        "request %s: prompt %d tokens (text %d, image %d, video %d), %d cached, generated %d, first token %s, "
+        "total %.3f s, %s",
         request.id,
         prompt,
         prompt - sum(of_media.values()),
         of_media["image"],
         of_media["video"],
+        cached,
         generated,
         "none" if first is None else f"{first:.3f} s",
         seconds,

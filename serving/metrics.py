@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from omni_jax.requests import SamplingParams
 from omni_jax.scheduling.figures import SECONDS
 from omni_jax.scheduling.records import Recorder
+from serving.memory import MemoryCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -158,6 +159,7 @@ class Metrics:
         cache_info = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
         self._registry.register(_EngineCollector(stats, cache_info, model_name))
         self._registry.register(_RecordCollector(recorder, cuts, model_name))
+        self._registry.register(MemoryCollector(stats, model_name))
         ProcessCollector(registry=self._registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

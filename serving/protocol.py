@@ -20,6 +20,7 @@ from serving import strict_json
 MAX_PROMPTS = 2048  # in one /v1/completions request
 MAX_CHOICES = 8192  # prompts times n
 MAX_POLICY_SIZE = 16384  # characters of a segment policy as JSON; 64 named regions take about 4,000
+MAX_CACHE_SALT = 512  # characters
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # What a request may set of how its pictures and films are prepared -> the type of its value.
@@ -128,6 +129,7 @@ class GenerationRequest(_Strict):
     tpot_ms: float | None = None
     e2e_ms: float | None = None
     segment_policy: Annotated[str | dict[str, Any] | None, BeforeValidator(_check_policy)] = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

@@ -18,6 +18,7 @@ from serving.chat import chat_completions
 from serving.completions import completions
 from serving.errors import REQUEST_ID, ApiError, error_middleware
 from serving.media import MediaOptions, open_session
+from serving.memory import figures as memory_figures
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.prompts import render
 from serving.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, read_object, validate
@@ -95,6 +96,7 @@ def make_app(
             web.post("/v1/completions", completions),
             web.post("/tokenize", _tokenize),
             web.post("/detokenize", _detokenize),
+            web.post("/reset_prefix_cache", _reset_prefix_cache),
         ]
     )
     app.on_response_prepare.append(_send_request_id)
@@ -176,10 +178,17 @@ def _figures(server: Server) -> web.Response:
             "model": server.names[0],
             "running": stats.num_requests_running,
             "waiting": stats.num_requests_waiting,
+            **memory_figures(stats),
             **summary,
             "segments": {**summary["segments"], "by_policy": server.cutter.counts()},
         }
     )
+
+
+async def _reset_prefix_cache(request: web.Request) -> web.Response:
+    """Forgets every cached block; those in use stay with who uses them. As in vLLM, the answer is empty."""
+    request.app[SERVER].engine.reset_prefix_cache()
+    return web.Response()
 
 
 async def _version(request: web.Request) -> web.Response:

@@ -49,7 +49,7 @@ class EngineConfig:
         swap_space: GiB of host memory for blocks of preempted sequences; 0 is no swap.
         swap_dir: where what host memory does not hold is written; needs swap_space, through which it goes.
         swap_dir_space: GiB that may be written there.
-        max_swap_ops: moves between the pool, host memory and disk that are under way at once; others wait.
+        max_swap_ops: moves of blocks that are outstanding at most: beyond them a preempted sequence is computed again.
         num_swap_threads: that copy, check and write, beside the thread that steps.
         preemption_mode: what becomes of a preempted sequence's blocks: "swap" moves them, "recompute" drops them, and
             "auto" takes what the cost model says is sooner done.
@@ -57,7 +57,8 @@ class EngineConfig:
             Changes what is generated.
         kv_compress_ratio: share of a sequence's rows that may be dropped at most, in [0, 1).
         kv_compress_controller: a function of one's own, "package.module:function", in place of the default schedule:
-            called with (decode step, tokens in all), it returns the share to drop, which kv_compress_ratio caps.
+            called with (decode step, decode steps at most), it returns the share of the tokens that may be dropped,
+            which kv_compress_ratio caps.
     """
 
     model_dir: Path | str
@@ -93,7 +94,7 @@ class EngineConfig:
     swap_space: float = 0.0
     swap_dir: Path | str | None = None
     swap_dir_space: float = 16.0
-    max_swap_ops: int = 4
+    max_swap_ops: int = 16
     num_swap_threads: int = 2
     preemption_mode: str = "auto"
     enable_adaptive_compression: bool = False
@@ -145,8 +146,7 @@ class EngineConfig:
         if self.kv_compress_controller is not None:
             if not _is_dotted_path(self.kv_compress_controller):
                 raise ValueError(
-                    "kv_compress_controller must be 'package.module:function', "
-                    f"got {self.kv_compress_controller!r}"
+                    f"kv_compress_controller must be 'package.module:function', got {self.kv_compress_controller!r}"
                 )
             if not self.enable_adaptive_compression:
                 raise ValueError("kv_compress_controller needs enable_adaptive_compression, which is off")

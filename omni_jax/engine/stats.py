@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+
+from omni_jax.memory import PoolUsage
+from omni_jax.memory.host_tier import HostTierStats
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,8 +37,8 @@ class EngineStats:
         mm_items: counter by modality, pictures and videos of requests that were queued.
         prefix_queries: counter by modality, prompt tokens that were looked up in the prefix cache.
         prefix_hits: counter by modality, those of them that were there and were not computed again.
-        pool: how the blocks are used now (memory.accounting.PoolUsage); None until the engine tells.
-        swap: the host tier's counts (memory.host_tier.HostTierStats); None without one.
+        pool: how the blocks are used; None before the start.
+        swap: what the host tier holds and has done; None without one.
         blocks_swapped_out: counter, blocks copied from the pool to the host tier.
         blocks_swapped_in: counter, blocks copied back.
         tokens_dropped: counter, rows that compression took from the caches of sequences.
@@ -68,8 +70,8 @@ class EngineStats:
     mm_items: dict[str, int] = dataclasses.field(default_factory=lambda: {"image": 0, "video": 0})
     prefix_queries: Mapping[str, int] = dataclasses.field(default_factory=dict)
     prefix_hits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    pool: Any = None
-    swap: Any = None
+    pool: PoolUsage | None = None
+    swap: HostTierStats | None = None
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
     tokens_dropped: int = 0

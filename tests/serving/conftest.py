@@ -1,18 +1,23 @@
-"""A fake engine behind the real app, on a real socket, run the way serving.run does it."""
+"""A fake engine behind the real app, on a real socket, run as serving.run does it; and commands without a model."""
 
 import contextlib
 import io
 import json
+import sys
+import types
 from collections.abc import AsyncIterator
 
 import aiohttp
 import openai
 import pytest
 from aiohttp import web
+from typer.testing import CliRunner
 
-from serving import run
+import omni_jax
+from serving import cli, cli_serve, run
 from serving.server import make_app
-from tests.serving.fake_engine import FakeEngine
+from serving.state import SERVER
+from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
 from tests.serving.listener import Listener, listening, response
 from tests.serving.pictures import BLUE, RED, png
 
@@ -100,3 +105,62 @@ async def host() -> AsyncIterator[Listener]:
     async with listening() as listener:
         listener.answers |= {"/red.png": response(png(RED)), "/blue.png": response(png(BLUE))}
         yield listener
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    """Runs a command; the fixtures below stand in for what would load a model."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # put back after the test
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+    for module in (cli, cli_serve):
+        monkeypatch.setattr(module, "log_to_stderr", lambda level: None)
+    return lambda *arguments, **kwargs: CliRunner().invoke(cli.app, list(arguments), **kwargs)
+
+
+@pytest.fixture
+def served(monkeypatch, invoke):
+    """What `serve` hands to run_server, by name."""
+    seen = {}
+    engine = types.ModuleType("omni_jax.engine.async_engine")
+
+    def make(config, progress):
+        seen["config"] = config
+        return FakeEngine()
+
+    engine.AsyncEngine = make
+    monkeypatch.setitem(sys.modules, "omni_jax.engine.async_engine", engine)
+
+    def run_server(make_engine, make_app, sock, *, shutdown_timeout, access_log):
+        seen.update(
+            server=make_app(make_engine())[SERVER],
+            port=sock.getsockname()[1],
+            timeout=shutdown_timeout,
+            access_log=access_log,
+        )
+        return 0
+
+    monkeypatch.setattr(run, "run_server", run_server)
+    return seen
+
+
+class FakeLLM:
+    fault = None
+
+    def __init__(self, model_dir, *, progress, **options):
+        if FakeLLM.fault:
+            raise FakeLLM.fault
+        self.info = FakeInfo(default_sampling={"temperature": 0.5, "top_k": 7, "max_new_tokens": 3})
+        self.tokenizer = make_tokenizer()
+        FakeLLM.made = (model_dir, options)
+
+    def stream(self, prompt, params):
+        FakeLLM.asked = (prompt, params)
+        yield from ("one ", "two")
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    monkeypatch.setitem(vars(omni_jax), "LLM", FakeLLM)  # setattr would import the real one first
+    monkeypatch.setattr(FakeLLM, "fault", None)
+    return FakeLLM

@@ -114,6 +114,8 @@ class FakeEngine:
         logprob: of every generated token.
         queue: most requests at a time.
         segment_policy: how prompts are cut, where the request does not say.
+        cached: tokens of a request's prompt that the prefix cache had for its first choice; the others differ.
+        resets: how often the prefix cache was reset.
         recorder: what became of requests; a test fills it.
         dead: what check_health and submit complain of.
     """
@@ -132,6 +134,8 @@ class FakeEngine:
         self.logprob = -0.25
         self.queue = 64
         self.segment_policy: Any = "request"
+        self.cached: Callable[[Request], int] = lambda request: 0
+        self.resets = 0
         self.recorder = Recorder(segments=True)
         self.dead: str | None = None
         self.started = False
@@ -157,6 +161,11 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         running = sum(1 for stream in self._live.values() for task in stream.tasks if not task.done())
         return dataclasses.replace(self._stats, num_requests_running=running, kv_cache_usage=running / 64)
+
+    def reset_prefix_cache(self) -> None:
+        if self.dead:
+            raise EngineError(self.dead)
+        self.resets += 1
 
     def cut(self, ids: tuple[int, ...], media: tuple = (), policy: Any = None) -> tuple[Segment, ...]:
         chosen = make_policy(self.segment_policy, allow_custom=True) if policy is None else make_policy(policy)
@@ -224,6 +233,7 @@ class FakeEngine:
                 token_ids=(token,),
                 logprobs=self._logprobs(held, params.logprobs) if text else (),
                 prompt_logprobs=prompt if position == 0 else None,
+                cached_tokens=self.cached(request) + index,
             )
             if text:
                 held = []

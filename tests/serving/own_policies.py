@@ -1,4 +1,4 @@
-"""Segment policies of somebody's own, good and bad."""
+"""Segment policies of somebody's own, good and bad, and controllers of compression."""
 
 
 def halves(view):
@@ -21,3 +21,11 @@ def raises(view):
 def sometimes(view):
     """Leaves the end out where the text says so."""
     return [(0, view.length - ("bad" in view.text(0, view.length)))]
+
+
+def third(step, total):
+    return 0.33
+
+
+def too_much(step, total):
+    return 1.5

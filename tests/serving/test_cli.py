@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -15,74 +14,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import checkpoints.reader
-import omni_jax
 from omni_jax.engine.config import EngineConfig
 from omni_jax.requests import EngineError
-from serving import cli, run
+from serving import cli, cli_support
 from serving.media import MediaOptions, MediaPolicy
 from serving.progress import progress_bar, stage_bars
 from serving.segments import SegmentOptions
-from serving.state import SERVER
-from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
 from tests.tiny import write_tiny
-
-
-@pytest.fixture
-def invoke(monkeypatch):
-    """Runs a command; the fixtures below stand in for what would load a model."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # put back after the test
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-
-    monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
-    return lambda *arguments, **kwargs: CliRunner().invoke(cli.app, list(arguments), **kwargs)
-
-
-@pytest.fixture
-def served(monkeypatch, invoke):
-    """What `serve` hands to run_server, by name."""
-    seen = {}
-    engine = types.ModuleType("omni_jax.engine.async_engine")
-
-    def make(config, progress):
-        seen["config"] = config
-        return FakeEngine()
-
-    engine.AsyncEngine = make
-    monkeypatch.setitem(sys.modules, "omni_jax.engine.async_engine", engine)
-
-    def run_server(make_engine, make_app, sock, *, shutdown_timeout, access_log):
-        seen.update(
-            server=make_app(make_engine())[SERVER],
-            port=sock.getsockname()[1],
-            timeout=shutdown_timeout,
-            access_log=access_log,
-        )
-        return 0
-
-    monkeypatch.setattr(run, "run_server", run_server)
-    return seen
-
-
-class FakeLLM:
-    fault = None
-
-    def __init__(self, model_dir, *, progress, **options):
-        if FakeLLM.fault:
-            raise FakeLLM.fault
-        self.info = FakeInfo(default_sampling={"temperature": 0.5, "top_k": 7, "max_new_tokens": 3})
-        self.tokenizer = make_tokenizer()
-        FakeLLM.made = (model_dir, options)
-
-    def stream(self, prompt, params):
-        FakeLLM.asked = (prompt, params)
-        yield from ("one ", "two")
-
-
-@pytest.fixture
-def llm(monkeypatch):
-    monkeypatch.setitem(vars(omni_jax), "LLM", FakeLLM)  # setattr would import the real one first
-    monkeypatch.setattr(FakeLLM, "fault", None)
-    return FakeLLM
 
 
 def test_help_is_there_for_every_command_and_imports_nothing_heavy():
@@ -357,12 +295,12 @@ def test_files_that_hold_no_settings_are_usage_errors(invoke, served, tmp_path, 
 def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatch):
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     invoke("serve", str(tmp_path), "--port", "0")
-    assert cli.os.environ[name] == "0.92"  # the config's own default
+    assert cli_support.os.environ[name] == "0.92"  # the config's own default
     monkeypatch.setenv(name, "0.3")
     invoke("serve", str(tmp_path), "--port", "0")
-    assert cli.os.environ[name] == "0.3"
+    assert cli_support.os.environ[name] == "0.3"
     invoke("serve", str(tmp_path), "--port", "0", "--gpu-memory-utilization", "0.6")
-    assert cli.os.environ[name] == "0.6"
+    assert cli_support.os.environ[name] == "0.6"
 
 
 def test_serve_with_a_port_in_use(invoke, served):

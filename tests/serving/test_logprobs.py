@@ -67,6 +67,7 @@ async def test_api_03_scoring_without_generating(client, engine, stream):
             "prompt_tokens": len(ids),
             "completion_tokens": 0,
             "total_tokens": len(ids),
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
