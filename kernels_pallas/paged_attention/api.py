@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention import reference, xla
-from kernels_pallas.paged_attention.pages import Pages
+from kernels_pallas.paged_attention.pages import Pages, QuantPages
 
 
 @jax.tree_util.register_dataclass
@@ -49,19 +49,23 @@ def paged_attention(
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of each query over its row's tokens up to and including its own.
 
-    Slots that no token was written to may hold anything, NaN included; they never reach the result. Results of padding
-    queries are finite and mean nothing.
+    Slots that no token was written to may hold anything, NaN included (in the scales of quantised pages too); they
+    never reach the result. Results of padding queries are finite and mean nothing.
+
+    Everything is read from the pages. With quantised pages a chunk therefore attends to its own keys and values as they
+    are after quantisation, like every later reader of them: a prompt computed at once, in chunks or behind a prefix
+    from the cache reads the same numbers.
 
     Args:
         query: flat queries; `heads` is a multiple of `kv_heads` (grouped-query attention).
-        key_pages: keys in the dtype of `query`, or bfloat16 bit-cast to uint16 (`storage_dtype`).
+        key_pages: keys in the dtype of `query`, or bfloat16 bit-cast to uint16 (`storage_dtype`), or quantised.
         value_pages: values, likewise.
         batch: rows, lengths and tables.
         scale: multiplies the scores, usually head_dim ** -0.5.
         implementation: `xla` or `reference`; a named one never falls back. None takes the best for the platform.
 
     Raises:
-        ValueError: shapes do not fit each other, or no such implementation.
+        ValueError: shapes do not fit each other, keys are quantised and values not, or no such implementation.
     """
     tokens, heads, head_dim = query.shape
     if key_pages.shape != value_pages.shape or key_pages.shape[3] != head_dim or heads % key_pages.shape[1]:
@@ -70,6 +74,13 @@ def paged_attention(
             f"[num_pages, kv_heads, page_size, {head_dim}] with {heads} heads a multiple of kv_heads, "
             f"got {key_pages.shape} and {value_pages.shape}"
         )
+    if isinstance(key_pages, QuantPages) != isinstance(value_pages, QuantPages):
+        raise ValueError("paged_attention: quantise key pages and value pages, or neither")
+    for pages in (key_pages, value_pages):
+        if isinstance(pages, QuantPages) and pages.scales.shape != pages.shape[:3]:
+            raise ValueError(
+                f"paged_attention: scales {pages.scales.shape} do not fit pages {pages.shape}, {pages.shape[:3]} do"
+            )
     if batch.decode and batch.kv_len.shape[0] != tokens:
         raise ValueError(
             f"paged_attention: a decode batch of {batch.kv_len.shape[0]} rows has {tokens} queries, not one a row"

@@ -4,6 +4,8 @@ dense."""
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.paged_attention.pages import QuantPages
+
 
 def attention(query, key_pages, value_pages, batch, *, scale):
     """See `api.paged_attention`. Materialises every row's whole context for every query."""
@@ -18,9 +20,13 @@ def attention(query, key_pages, value_pages, batch, *, scale):
     position = batch.kv_len[row] - queries_before_end
 
     def rows_of(pages):
-        if pages.dtype == jnp.uint16:
-            pages = jax.lax.bitcast_convert_type(pages, jnp.bfloat16)
-        by_row = pages[batch.block_tables].swapaxes(2, 3).reshape(rows, context, kv_heads, head_dim)
+        if isinstance(pages, QuantPages):
+            by_page = pages.values[batch.block_tables].astype(jnp.float32) * pages.scales[batch.block_tables][..., None]
+        elif pages.dtype == jnp.uint16:
+            by_page = jax.lax.bitcast_convert_type(pages, jnp.bfloat16)[batch.block_tables]
+        else:
+            by_page = pages[batch.block_tables]
+        by_row = by_page.swapaxes(2, 3).reshape(rows, context, kv_heads, head_dim)
         return by_row.astype(jnp.float32)[row]
 
     visible = jnp.arange(context)[None, :] <= position[:, None]

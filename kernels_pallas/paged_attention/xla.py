@@ -9,6 +9,11 @@ Single-token rows and longer rows are computed apart, each as a loop with online
   time in order, each group up to the longest context in it; neighbours mostly belong to one row, so little is wasted.
 
 Both loops have trip counts that depend on the data, not on the shapes: padding costs nothing.
+
+Quantised pages are never made whole again, not even a tile of them. int8 numbers go into the dots as numbers of the
+query's dtype, which holds them exactly, and the scales are applied outside: a key's to its scores, after the dot; a
+value's to its weights, before it. For one query that is fewer multiplications than scaling the tile, and in bfloat16 it
+is more precise, because a scaled tile would have to be rounded.
 """
 
 import functools
@@ -16,6 +21,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kernels_pallas.paged_attention.pages import QuantPages
 
 KEY_TILE = 64  # tokens; small enough that a short row wastes little, large enough to amortise a loop trip
 DECODE_ITEMS = 8  # (row, key tile) pairs a loop trip
@@ -77,16 +84,15 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=i * items, slice_size=items)
         row, length = part(row_of_item), part(length_of_item)
         seen = jnp.arange(tile)[None, :] < length[:, None]
-        keys, values = _tiles(key_pages, value_pages, part(pages_of_item), seen, query.dtype)
+        keys, values, key_scales, value_scales = _tiles(key_pages, value_pages, part(pages_of_item), seen, query.dtype)
         scores = jnp.einsum("wkgd,wktd->wkgt", _rows(grouped, row), keys, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen[:, None, None, :], scores, MASKED)
+        scores = jnp.where(seen[:, None, None, :], _scaled(scores, key_scales), MASKED)
         # Several items of one trip may belong to one row: they meet through a one-hot [rows, items].
         owns = (jnp.arange(rows)[:, None] == row[None, :]) & (length > 0)[None, :]
         new_top = jnp.maximum(top, jnp.where(owns[:, :, None, None], scores.max(-1)[None], MASKED).max(1))
         weights = jnp.exp(scores - _rows(new_top, row)[..., None])
-        part_total = jnp.einsum(
-            "wkgt,wktd->wkgd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32
-        )
+        scaled = _scaled(weights, value_scales).astype(query.dtype)
+        part_total = jnp.einsum("wkgt,wktd->wkgd", scaled, values, preferred_element_type=jnp.float32)
         shrink, owned = jnp.exp(top - new_top), owns.astype(jnp.float32)
         total = total * shrink[..., None] + jnp.einsum("rw,wkgd->rkgd", owned, part_total)
         mass = mass * shrink + jnp.einsum("rw,wkg->rkg", owned, weights.sum(-1))
@@ -137,16 +143,15 @@ def _prefill(query, key_pages, value_pages, batch, count, token, row):
             pages = lax.dynamic_index_in_dim(tables_of_tile, j, axis=1, keepdims=False)
             at = j * tile + jnp.arange(tile)
             seen = at[None, :] < length[:, None]
-            keys, values = _tiles(key_pages, value_pages, pages, seen, query.dtype)
+            keys, values, key_scales, value_scales = _tiles(key_pages, value_pages, pages, seen, query.dtype)
             scores = jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
             visible = seen[:, None, :] & (at[None, None, :] <= position_of_query[:, :, None])
-            scores = jnp.where(visible[:, None], scores, MASKED)
+            scores = jnp.where(visible[:, None], _scaled(scores, key_scales), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
-            part_total = jnp.einsum(
-                "wkqt,wktd->wkqd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32
-            )
+            scaled = _scaled(weights, value_scales).astype(query.dtype)
+            part_total = jnp.einsum("wkqt,wktd->wkqd", scaled, values, preferred_element_type=jnp.float32)
             return total * shrink[..., None] + part_total, new_top, mass * shrink + weights.sum(-1)
 
         state = _empty_state((PREFILL_TILES, kv_heads, QUERY_TILE * group), head_dim)
@@ -174,16 +179,33 @@ def _pad_pages(block_tables, tile_pages):
 
 
 def _tiles(key_pages, value_pages, pages, seen, dtype):
-    """Keys and values of `pages` [n, tile_pages] as [n, kv_heads, tile, head_dim], with unseen values zero: a slot that
-    was never written may hold NaN, and 0 * NaN would reach the sum. Unseen keys are masked in the scores."""
+    """Keys and values of `pages` [n, tile_pages] as [n, kv_heads, tile, head_dim], and their scales [n, kv_heads, tile]
+    (None for pages that are not quantised).
+
+    A slot that was never written may hold NaN, and 0 * NaN would reach the sum: unseen values are zero, or if they are
+    int8 (no NaN there) their scales. Unseen keys are masked in the scores.
+    """
     n, tile_pages = pages.shape
     _, kv_heads, page_size, head_dim = key_pages.shape
+    tile = tile_pages * page_size
 
-    def gather(source):
-        tile = _rows(source, pages).swapaxes(1, 2).reshape(n, kv_heads, tile_pages * page_size, head_dim)
-        return tile if tile.dtype == dtype else jax.lax.bitcast_convert_type(tile, dtype)
+    def gather(source, *rest):
+        return _rows(source, pages).swapaxes(1, 2).reshape(n, kv_heads, tile, *rest)
 
-    return gather(key_pages), jnp.where(seen[:, None, :, None], gather(value_pages), jnp.zeros((), dtype))
+    if isinstance(key_pages, QuantPages):
+        keys, values = (gather(source.values, head_dim).astype(dtype) for source in (key_pages, value_pages))
+        return keys, values, gather(key_pages.scales), jnp.where(seen[:, None, :], gather(value_pages.scales), 0)
+
+    def stored(source):
+        rows = gather(source, head_dim)
+        return rows if rows.dtype == dtype else jax.lax.bitcast_convert_type(rows, dtype)
+
+    return stored(key_pages), jnp.where(seen[:, None, :, None], stored(value_pages), jnp.zeros((), dtype)), None, None
+
+
+def _scaled(by_token, scales):
+    """`by_token` [n, kv_heads, queries, tile] times `scales` [n, kv_heads, tile], if there are any."""
+    return by_token if scales is None else by_token * scales[:, :, None, :]
 
 
 def _empty_state(shape, head_dim):

@@ -4,13 +4,13 @@ Slot `max_num_seqs` is nobody's: padding rows use it.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped, UInt
+from jaxtyping import Array, Float, Int, UInt
 
-from kernels_pallas.paged_attention import storage_dtype
+from kernels_pallas.paged_attention import Pages, QuantPages, storage_dtype
 from omni_jax.models import ModelConfig
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
@@ -18,7 +18,8 @@ from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 NEUTRAL = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
-Pool = tuple[Shaped[Array, "num_pages kv_heads page_size head_dim"], ...]  # keys and values of layer 0, of layer 1, …
+Pool = tuple[Pages, ...]  # keys and values of layer 0, of layer 1, …; the first axis of every array counts pages
+KVCacheDtype = Literal["auto", "int8"]
 
 
 @jax.tree_util.register_dataclass
@@ -43,10 +44,37 @@ class SlotState:
     stop_ids: Int[Array, "slots ids"]
 
 
-def abstract_pool(config: ModelConfig, *, num_pages: int, block_size: int, dtype, platform: str):
-    """Shapes of the pool; see `round_pages` for the number of pages."""
+def abstract_pool(
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    block_size: int,
+    dtype,
+    platform: str,
+    kv_cache_dtype: KVCacheDtype = "auto",
+) -> Any:
+    """Shapes of the pool; see `round_pages` for the number of pages.
+
+    Args:
+        config: of the model.
+        num_pages: first axis of every array.
+        block_size: tokens a page.
+        dtype: of the keys and values that the model computes.
+        platform: where the pool lies, see `storage_dtype`.
+        kv_cache_dtype: "auto" keeps them in `dtype`, "int8" as QuantPages.
+
+    Raises:
+        ValueError: no such kv_cache_dtype.
+    """
     shape = (num_pages, config.num_key_value_heads, block_size, config.head_dim)
-    page = jax.ShapeDtypeStruct(shape, storage_dtype(jnp.dtype(dtype), platform))
+    if kv_cache_dtype == "int8":
+        page = QuantPages(
+            values=jax.ShapeDtypeStruct(shape, jnp.int8), scales=jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+        )
+    elif kv_cache_dtype == "auto":
+        page = jax.ShapeDtypeStruct(shape, storage_dtype(jnp.dtype(dtype), platform))
+    else:
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r}: there are 'auto' (as the model computes) and 'int8'")
     return (page,) * (2 * config.num_hidden_layers)
 
 
@@ -64,10 +92,13 @@ def abstract_slots(slots: int) -> SlotState:
     )
 
 
-def block_bytes(config: ModelConfig, *, block_size: int, dtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    row = config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    return 2 * config.num_hidden_layers * block_size * row
+def block_bytes(config: ModelConfig, *, block_size: int, dtype, kv_cache_dtype: KVCacheDtype = "auto") -> int:
+    """Bytes of one block over all layers, keys and values, and scales if there are any. int8 with its scales takes
+    (head_dim + 4) / (2 * head_dim) of bfloat16: 0.531 at head_dim 64, 0.516 at 128."""
+    block = abstract_pool(
+        config, num_pages=1, block_size=block_size, dtype=dtype, platform="cpu", kv_cache_dtype=kv_cache_dtype
+    )
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(block))
 
 
 def round_pages(pages: int, *, up: bool = False) -> int:
