@@ -182,6 +182,34 @@ async def test_op_04_metrics_add_up(loaded):
         assert metrics["omni_jax:compiles_after_warmup_total"] == 0
 
 
+async def test_pc_06_who_has_the_salt_has_the_cache(loaded):
+    """Of a prompt of 33 tokens, the blocks that are full of the first 32 can be found; a reset forgets them."""
+    fields = {"max_tokens": 4, "temperature": 0}
+
+    async def cached(client, **more) -> int:
+        status, body = await client.complete(PROMPT, **fields, **more)
+        assert status == 200
+        assert body["choices"][0]["text"] == golden
+        return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async with house(loaded) as (engine, client):
+        golden = (await client.complete(PROMPT, **fields))[1]["choices"][0]["text"]
+        full = 32 // engine.info.block_size * engine.info.block_size
+        assert full > 0
+        assert [await cached(client), await cached(client, cache_salt="a")] == [full, 0]
+        assert [await cached(client, cache_salt="b"), await cached(client, cache_salt="a")] == [0, full]
+        await idle(engine)
+        _, stats = await client.get("/stats")
+        pool = stats["pool"]
+        assert pool["free"] + pool["cached"] == pool["total"] > pool["cached"] > 0
+        assert (pool["active"], pool["unfilled_slots"], sum(pool["active_slots"].values())) == (0, 0, 0)
+        assert sum(stats["prefix_cache"]["hits"].values()) == 2 * full
+        async with client.session.post(client.base + "/reset_prefix_cache") as response:
+            assert response.status == 200
+        assert [await cached(client), await cached(client)] == [0, full]
+        assert engine.stats().compiles_after_warmup == 0
+
+
 async def test_api_15_the_smaller_limit_is_the_one_that_counts(loaded):
     async with house(loaded, max_model_len=64) as (_, client):
         _, models = await client.get("/v1/models")
