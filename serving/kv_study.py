@@ -314,6 +314,7 @@ def study(
             engine = make(config)
         results.append(measure(engine, plan, windows, done=lambda some, of, plan=plan: done(plan.name, some, of)))
         logger.info("plan %s took %.1f s", plan.name, results[-1].seconds)
+        engine.close()
         del engine
         gc.collect()  # the next one needs its memory
         measured(results)

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from serving.cli_support import engine_config, expected_faults, log_to_stderr
+from serving.cli_options import (
+    AsJson,
+    BlockSize,
+    CompilationCacheDir,
+    Dtype,
+    GpuMemoryUtilization,
+    KvCacheMemoryBytes,
+    LogLevel,
+    ModelDir,
+)
+from serving.cli_support import engine_config, expected_faults, fail, find_own_code, log_to_stderr
 
 PLANS = "off, adaptive, adaptive-CAP, fixed-RATIO or package.module:controller, each also with +int8 behind it; int8"
 
@@ -22,9 +32,7 @@ def add_kv_study(app: typer.Typer) -> None:
 
 
 def kv_study(
-    model_dir: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A model in Hugging Face layout: config, tokenizer, safetensors.")
-    ],
+    model_dir: ModelDir,
     text: Annotated[
         Path,
         typer.Option(
@@ -49,18 +57,14 @@ def kv_study(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a window that are its prompt.")] = 512,
     decode_steps: Annotated[int, typer.Option(min=1, help="Steps of a window that are measured.")] = 256,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Windows at once, at most.")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a KV block.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of weights and KV cache: auto, bfloat16 or float32.")] = None,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(min=1, help="Size of the KV pool.")] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory for this process.")
-    ] = None,
-    compilation_cache_dir: Annotated[
-        Path | None, typer.Option(help="Where compiled steps are kept between starts.")
-    ] = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = None,
+    kv_cache_memory_bytes: KvCacheMemoryBytes = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
+    compilation_cache_dir: CompilationCacheDir = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the study that DIR has.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    as_json: AsJson = False,
+    log_level: LogLevel = "warning",
 ) -> None:
     """Measure what compressing or quantising the KV cache costs in likelihood, and saves in memory.
 
@@ -80,6 +84,8 @@ def kv_study(
         plans = [parse_plan(name) for name in names]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--plan") from None
+    for name in names:
+        find_own_code(name)
     facts = {
         "model": model_dir.resolve().name,
         "text": text.name,
@@ -118,8 +124,7 @@ def kv_study(
             )
     except expected_faults() as error:
         logging.getLogger(__name__).debug("kv-study failed", exc_info=True)
-        typer.echo(f"omni-jax: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
     report = out / "report.md"
     lines = summarise(results)
     if as_json:

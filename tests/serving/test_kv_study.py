@@ -49,6 +49,9 @@ class StudyEngine:
         self.most_running = 0
         self.asked: list[Request] = []
 
+    def close(self):
+        self.closed = True
+
     def check(self, request):
         if len(request.prompt_ids) + request.params.max_tokens > self.info.max_model_len:
             raise InvalidRequest("too long")
@@ -288,11 +291,12 @@ def test_a_window_that_fails_is_named():
 
 
 def test_each_plan_has_an_engine_with_its_own_settings(tmp_path):
-    made_of, seen = [], []
+    made_of, engines, seen = [], [], []
 
     def make(config):
         made_of.append(config)
-        return StudyEngine()
+        engines.append(StudyEngine())
+        return engines[-1]
 
     plans = [OFF, Plan(name="small", options={"block_size": 8})]
     shared = {"model_dir": tmp_path, "max_model_len": 26}
@@ -300,6 +304,7 @@ def test_each_plan_has_an_engine_with_its_own_settings(tmp_path):
     assert made_of == [EngineConfig(**shared), EngineConfig(**shared, block_size=8)]
     assert [found.plan for found in results] == ["off", "small"]
     assert seen == [1, 2]
+    assert all(engine.closed for engine in engines)
 
 
 def test_a_plan_that_is_refused_is_named_before_anything_runs(tmp_path):
