@@ -26,6 +26,7 @@ from serving.cli_options import (
 )
 from serving.cli_serve import serve
 from serving.cli_support import FAILURE, engine_config, expected_faults, fail, log_to_stderr, memory_options
+from serving.kv_study_cli import add_kv_study
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -307,6 +308,9 @@ def ablate(
         logging.getLogger(__name__).debug("ablate failed", exc_info=True)
         fail(str(error))
     print(json.dumps({"report": str(report)}) if as_json else f"wrote {report}")
+
+
+add_kv_study(app)
 
 
 @app.command(epilog="Example: omni-jax version --json")
