@@ -5,6 +5,7 @@
 # make goldens   make the golden outputs again with transformers on torch; `make goldens-check` compares only
 # make bench-cpu compare with the bare JAX loop and other engines on this machine (BENCH="--rounds 1 ..." for flags)
 # make bench-vision  pictures: preprocessing and vision tower beside transformers, gaps in a stream of text
+# make bench-memory  shared prefix, more sequences than the KV cache holds, used slots (BENCH="--model tiny ..." for flags)
 # make newest    a smoke part of the tests with another Python (NEWEST=python3.12) and the newest JAX it gets
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test soak lint goldens goldens-check bench-cpu bench-vision newest clean
+.PHONY: demo test soak lint goldens goldens-check bench-cpu bench-vision bench-memory newest clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m serving.demo
@@ -43,6 +44,9 @@ bench-cpu: $(VENV)/.installed-test
 
 bench-vision: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.vision $(BENCH)
+
+bench-memory: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.memory $(BENCH)
 
 newest: .venv-newest/.installed
 	.venv-newest/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'with JAX', jax.__version__)"
