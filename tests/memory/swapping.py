@@ -1,6 +1,7 @@
 """What the tests of the host tier share: copies and moves that are held at events, a tier, ways to damage files."""
 
 import contextlib
+import errno
 import os
 import threading
 
@@ -108,7 +109,16 @@ FAULTS = {
 
 
 def full_disk(monkeypatch):
-    """The device that is always full: a real ENOSPC, for root too."""
+    """Files go to the device that is always full: a real ENOSPC, for root too."""
     monkeypatch.setattr(
         host_files, "open", lambda *_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"), raising=False
     )
+
+
+def full_at_last(monkeypatch):
+    """A disk that tells only after the last byte that it is full."""
+
+    def fsync(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(host_files.os, "fsync", fsync)

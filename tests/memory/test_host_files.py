@@ -65,7 +65,11 @@ def test_other_peoples_files_are_never_touched(tmp_path):
     outside = tmp_path / "outside"
     outside.write_bytes(host_files.MAGIC)
     (stale / "parcel-3").symlink_to(outside)
-    (tmp_path / "omni-jax-swap-link").symlink_to(stale)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "lock").write_bytes(host_files.MAGIC)
+    (elsewhere / "parcel-1").write_bytes(host_files.MAGIC)
+    (tmp_path / "omni-jax-swap-link").symlink_to(elsewhere)
     unlocked = tmp_path / "omni-jax-swap-unlocked"
     unlocked.mkdir()
     (unlocked / "parcel-1").write_bytes(host_files.MAGIC)

@@ -14,6 +14,7 @@ from tests.memory.swapping import (
     Copy,
     Held,
     blocks,
+    full_at_last,
     full_disk,
     on_disk,
     store,
@@ -109,6 +110,13 @@ def test_a_full_disk_allowance_says_no_without_a_warning(tmp_path, caplog):
         assert host.store(b"third", Copy(blocks(2)), 2) is None
         assert host.stats().disk_parcels == 1
     assert not swap_lines(caplog, logging.WARNING)
+
+
+def test_a_disk_with_room_for_one_of_two_says_no_and_leaves_both_in_memory(tmp_path):
+    with tier(tmp_path, capacity=4, disk=2) as host:
+        parcels = [store(host, blocks(2, seed), str(seed)) for seed in range(2)]
+        assert host.store(b"big", Copy(blocks(4)), 4) is None
+        assert [parcel.state for parcel in parcels] == ["host", "host"]
 
 
 def test_what_need_not_be_kept_gives_way_before_anything_goes_to_disk(tmp_path):
@@ -319,13 +327,14 @@ def test_a_copy_that_fails_is_a_lost_parcel_and_nobody_waits_for_it(caplog, copy
         assert len([line for line in swap_lines(caplog, logging.WARNING) if "lost" in line]) == 1
 
 
-def test_a_full_disk_is_said_once_and_memory_goes_on_alone(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("fill", [full_disk, full_at_last])
+def test_a_full_disk_is_said_once_and_memory_goes_on_alone(tmp_path, monkeypatch, caplog, fill):
     with tier(tmp_path, capacity=4) as host:
-        kept, _ = on_disk(host, blocks(4), "kept")
-        host.drop(_)
+        kept, other = on_disk(host, blocks(4), "kept")
+        host.drop(other)
         old = [store(host, blocks(2, seed), str(seed)) for seed in (1, 2)]
         with monkeypatch.context() as patch:
-            full_disk(patch)
+            fill(patch)
             new = host.store(b"new", Copy(blocks(3)), 3)
             with pytest.raises(ParcelLost, match="could not make room"):
                 host.take(new)
@@ -340,6 +349,21 @@ def test_a_full_disk_is_said_once_and_memory_goes_on_alone(tmp_path, monkeypatch
         assert store(host, blocks(4), "new") is not None
         assert not list(tmp_path.glob("*/*.tmp"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_parcel_on_its_way_straight_to_a_disk_that_fails_takes_the_place_of_the_newest(tmp_path, monkeypatch):
+    with tier(tmp_path, capacity=2, threads=2) as host:
+        copies = [Copy(blocks(2, seed), held=True) for seed in range(2)]
+        old = host.store(b"old", copies[0], 2)
+        new = host.store(b"new", copies[1], 2)  # "old" is to make room for it before it has a place itself
+        full_disk(monkeypatch)
+        copies[0].gate.set()
+        with pytest.raises(ParcelLost, match="could not make room"):
+            host.take(new)
+        copies[1].gate.set()
+        host.wait_idle()
+        assert host.stats().host_bytes == 2 * BLOCK_BYTES
+        assert np.array_equal(host.take(old), blocks(2, 0))
 
 
 def test_what_need_not_be_kept_helps_when_the_disk_fails(tmp_path, monkeypatch):
