@@ -9,7 +9,6 @@ import math
 
 HOST_BANDWIDTH = 1e9  # bytes a second, either way, until measured: what one thread copies and makes a checksum of
 DISK_BANDWIDTH = 3e8  # bytes a second until measured: a slow SSD. Better to be surprised than to wait
-PREFILL_SPEED = 1e3  # tokens a second until measured
 
 
 def swap_seconds(
@@ -39,25 +38,22 @@ def prefer_swap(
     *,
     blocks: int,
     block_bytes: int,
-    tokens: int,
     store_bandwidth: float | None,
     load_bandwidth: float | None,
-    recompute_seconds: float | None,
+    recompute_seconds: float,
     on_disk: bool = False,
 ) -> bool:
     """Whether swapping is modelled to cost no more than computing again.
 
     Args:
-        tokens: tokens that would be computed again.
-        recompute_seconds: modelled seconds for all of them; None assumes PREFILL_SPEED.
+        recompute_seconds: modelled seconds of the prefill that would compute the same again.
         blocks, block_bytes, store_bandwidth, load_bandwidth, on_disk: as for `swap_seconds`.
 
     Raises:
         ValueError: a bandwidth that isn't positive, or seconds that aren't at least 0.
     """
-    recompute = tokens / PREFILL_SPEED if recompute_seconds is None else recompute_seconds
-    if not recompute >= 0:
-        raise ValueError(f"recompute_seconds must be at least 0, got {recompute}")
+    if not recompute_seconds >= 0:
+        raise ValueError(f"recompute_seconds must be at least 0, got {recompute_seconds}")
     swap = swap_seconds(
         blocks=blocks,
         block_bytes=block_bytes,
@@ -65,7 +61,7 @@ def prefer_swap(
         load_bandwidth=load_bandwidth,
         on_disk=on_disk,
     )
-    return swap <= recompute
+    return swap <= recompute_seconds
 
 
 def _bandwidth(name: str, measured: float | None, prior: float) -> float:

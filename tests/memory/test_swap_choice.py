@@ -16,20 +16,18 @@ def test_the_choice_costs_at_most_a_twentieth_more_than_the_better_one_in_10_000
         blocks, tokens = draw.randint(1, 4096), draw.randint(1, 65_536)
         block_bytes = 2 ** draw.randint(10, 23)
         out, back = (10 ** draw.uniform(6, 11) if draw.random() < 0.9 else None for _ in range(2))
-        recompute = tokens / 10 ** draw.uniform(1, 5) if draw.random() < 0.9 else None
+        again = tokens / 10 ** draw.uniform(1, 5)
         on_disk = draw.random() < 0.5
         chosen = prefer_swap(
             blocks=blocks,
             block_bytes=block_bytes,
-            tokens=tokens,
             store_bandwidth=out,
             load_bandwidth=back,
-            recompute_seconds=recompute,
+            recompute_seconds=again,
             on_disk=on_disk,
         )
-        # The page says: a gigabyte a second from memory, 300 megabytes from disk, a thousand tokens a second.
+        # The module says: a gigabyte a second from memory, 300 megabytes from disk.
         swap = blocks * block_bytes * (1 / (out or 1e9) + 1 / (back or (3e8 if on_disk else 1e9)))
-        again = tokens / 1000 if recompute is None else recompute
         assert (swap if chosen else again) <= 1.05 * min(swap, again)
         swapped += chosen
     assert 1_000 < swapped < 9_000  # both happen
@@ -62,4 +60,4 @@ def test_bandwidths_that_cannot_be_are_refused(name, bandwidth):
 @pytest.mark.parametrize("seconds", [-1.0, math.nan])
 def test_seconds_that_cannot_be_are_refused(seconds):
     with pytest.raises(ValueError, match="recompute_seconds must be at least 0"):
-        prefer_swap(blocks=1, block_bytes=1, tokens=1, store_bandwidth=1, load_bandwidth=1, recompute_seconds=seconds)
+        prefer_swap(blocks=1, block_bytes=1, store_bandwidth=1, load_bandwidth=1, recompute_seconds=seconds)
