@@ -36,7 +36,7 @@ def features(config: "EngineConfig") -> str:
 def figures(stats: "EngineStats") -> dict[str, Any]:
     """What /stats says of it, as JSON can hold it. pool and swap are null where the engine has none to tell of."""
     return {
-        "pool": _plain(stats.pool),
+        "pool": None if stats.pool is None else {**_plain(stats.pool), "swapped": stats.blocks_swapped},
         "swap": _plain(stats.swap),
         "prefix_cache": {"queries": dict(stats.prefix_queries), "hits": dict(stats.prefix_hits)},
         "blocks_swapped": {"out": stats.blocks_swapped_out, "in": stats.blocks_swapped_in},
@@ -61,7 +61,7 @@ class MemoryCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         if stats.pool is not None:
-            yield from self._pool(stats.pool)
+            yield from self._pool(stats.pool, stats.blocks_swapped)
         if stats.swap is not None:
             yield from self._swap(stats.swap)
         for what, counts, text in (
@@ -78,9 +78,10 @@ class MemoryCollector(Collector):
             "omni_jax:kv_tokens_dropped", "Rows that compression took from caches.", stats.tokens_dropped
         )
 
-    def _pool(self, pool: "PoolUsage") -> Iterator[Metric]:
-        states = {"free": pool.free, "cached": pool.cached, "active": pool.active}
-        yield self._by(GaugeMetricFamily, "omni_jax:kv_blocks", "Blocks of the KV cache.", "state", states)
+    def _pool(self, pool: "PoolUsage", swapped: int) -> Iterator[Metric]:
+        states = {"free": pool.free, "cached": pool.cached, "active": pool.active, "swapped": swapped}
+        text = "Blocks of the KV cache; those swapped are elsewhere."
+        yield self._by(GaugeMetricFamily, "omni_jax:kv_blocks", text, "state", states)
         filled = {**pool.active_slots, "unfilled": pool.unfilled_slots}
         yield self._by(GaugeMetricFamily, "omni_jax:kv_slots", "Slots of blocks in use.", "content", filled)
         text = "Cached blocks given up for others."
@@ -96,7 +97,7 @@ class MemoryCollector(Collector):
         counter.add_metric([self._model_name], value)
         return counter
 
-    def _by(self, family: type, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
+    def _by(self, family: type, name: str, text: str, label: str, counts: Mapping[Any, float]) -> Metric:
         metric = family(name, text, labels=["model_name", label])
         for key, count in counts.items():
             metric.add_metric([self._model_name, key], count)

@@ -39,6 +39,7 @@ class EngineStats:
         prefix_hits: counter by modality, those of them that were there and were not computed again.
         pool: how the blocks are used; None before the start.
         swap: what the host tier holds and has done; None without one.
+        blocks_swapped: gauge, blocks of sequences that are in the host tier and not in the pool.
         blocks_swapped_out: counter, blocks copied from the pool to the host tier.
         blocks_swapped_in: counter, blocks copied back.
         tokens_dropped: counter, rows that compression took from the caches of sequences.
@@ -72,6 +73,7 @@ class EngineStats:
     prefix_hits: Mapping[str, int] = dataclasses.field(default_factory=dict)
     pool: PoolUsage | None = None
     swap: HostTierStats | None = None
+    blocks_swapped: int = 0
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
     tokens_dropped: int = 0

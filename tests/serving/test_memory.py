@@ -112,6 +112,7 @@ SWAP = HostTierStats(
 def busy(engine) -> None:
     stats = engine._stats
     stats.prefix_queries, stats.prefix_hits = {"text": 100, "image": 50}, {"text": 64, "image": 0}
+    stats.blocks_swapped = 4
     stats.blocks_swapped_out, stats.blocks_swapped_in, stats.tokens_dropped = 12, 8, 345
     stats.pool, stats.swap = POOL, SWAP
 
@@ -132,6 +133,7 @@ async def test_stats_tell_of_the_pool_and_of_swap(client, engine):
         "active_slots": {"text": 300, "image": 100, "video": 0, "table": 7},
         "unfilled_slots": 73,
         "evictions": {"text": 1, "image": 2, "video": 3, "table": 4},
+        "swapped": 4,
     }
     assert (stats["swap"]["host_bytes"], stats["swap"]["lost"], stats["swap"]["load_bandwidth"]) == (1000, 2, None)
     assert stats["prefix_cache"] == {"queries": {"text": 100, "image": 50}, "hits": {"text": 64, "image": 0}}
@@ -153,7 +155,8 @@ async def test_metrics_of_the_memory(client, engine):
     assert value("vllm:prefix_cache_hits_total") == 64
     assert value("omni_jax:prefix_cache_queries_total", modality="image") == 50
     assert value("omni_jax:prefix_cache_hits_total", modality="text") == 64
-    assert [value("omni_jax:kv_blocks", state=state) for state in ("free", "cached", "active")] == [10, 20, 30]
+    states = ("free", "cached", "active", "swapped")
+    assert [value("omni_jax:kv_blocks", state=state) for state in states] == [10, 20, 30, 4]
     assert [value("omni_jax:kv_slots", content=content) for content in ("text", "table", "unfilled")] == [300, 7, 73]
     assert value("omni_jax:kv_evictions_total", modality="video") == 3
     assert [value("omni_jax:blocks_swapped_total", way=way) for way in ("out", "in")] == [12, 8]
