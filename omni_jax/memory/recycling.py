@@ -28,7 +28,7 @@ class BlockUse:
         depth: blocks before it in its chain; 0 is the beginning of a prompt.
         last_used: when its last holder gave it back, in the engine's seconds.
         uses: how often it was held and given back, as of last_used. Each use counts 2 ** -(its age /
-            HALF_LIFE_SECONDS), so this is above 1 for what was used more than once.
+            HALF_LIFE_SECONDS), so this is above 1 for what was used more than once (and not days apart).
     """
 
     modality: str

@@ -151,9 +151,10 @@ class Player:
         if self.policy == "lru" or MODALITIES[path[-1] % len(MODALITIES)] in ("image", "video"):
             return times[-1]
         # Counted from the last use on: the times themselves are beyond what 2 ** t can hold.
-        lfu = times[-1] + HALF_LIFE_SECONDS * math.log2(sum(2 ** ((t - times[-1]) / HALF_LIFE_SECONDS) for t in times))
+        count = sum(2.0 ** ((t - times[-1]) / HALF_LIFE_SECONDS) for t in times)
+        lfu = times[-1] + HALF_LIFE_SECONDS * math.log2(count)
         table = MODALITIES[path[-1] % len(MODALITIES)] == "table"
-        pinned = table or (len(path) <= PINNED_BLOCKS and len(times) > 1)
+        pinned = table or (len(path) <= PINNED_BLOCKS and count > 1)
         return lfu + PIN_SECONDS * pinned
 
     def check_order(self, evicted: set[int], idle: dict[int, float], parents: dict[int, bytes]) -> None:
