@@ -32,6 +32,11 @@ class QuantPages:
         """[num_pages, kv_heads, page_size, head_dim], as of pages that are not quantised."""
         return self.values.shape
 
+    def read(self, index: Int[Array, "..."]) -> Float[Array, "..."]:
+        """The pages `index` [...], float32 [..., kv_heads, page_size, head_dim]. The others are not touched."""
+        values, scales = (array.at[index].get(mode="promise_in_bounds") for array in (self.values, self.scales))
+        return values.astype(jnp.float32) * scales[..., None]
+
 
 Pages: TypeAlias = Shaped[Array, "num_pages kv_heads page_size head_dim"] | QuantPages
 

@@ -21,7 +21,7 @@ def attention(query, key_pages, value_pages, batch, *, scale):
 
     def rows_of(pages):
         if isinstance(pages, QuantPages):
-            by_page = pages.values[batch.block_tables].astype(jnp.float32) * pages.scales[batch.block_tables][..., None]
+            by_page = pages.read(batch.block_tables)
         elif pages.dtype == jnp.uint16:
             by_page = jax.lax.bitcast_convert_type(pages, jnp.bfloat16)[batch.block_tables]
         else:

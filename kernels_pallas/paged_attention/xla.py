@@ -10,10 +10,9 @@ Single-token rows and longer rows are computed apart, each as a loop with online
 
 Both loops have trip counts that depend on the data, not on the shapes: padding costs nothing.
 
-Quantised pages are never made whole again, not even a tile of them. int8 numbers go into the dots as numbers of the
-query's dtype, which holds them exactly, and the scales are applied outside: a key's to its scores, after the dot; a
-value's to its weights, before it. For one query that is fewer multiplications than scaling the tile, and in bfloat16 it
-is more precise, because a scaled tile would have to be rounded.
+Quantised pages are scaled tile by tile as they are gathered; from there on all is float32, whatever the query is, and
+only the result is rounded. On the CPU this was measured on, applying the scales to scores and weights instead is no
+faster, and dots of int8 numbers turned into bfloat16 are much slower.
 """
 
 import functools
@@ -34,9 +33,10 @@ MASKED = -1e30  # finite, so that a row with nothing visible yet gives exp(0) of
 @functools.partial(jax.jit, static_argnames="scale")  # traced once for all layers of a model
 def attention(query, key_pages, value_pages, batch, *, scale):
     """See `api.paged_attention`."""
-    scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    dtype = jnp.dtype(jnp.float32) if isinstance(key_pages, QuantPages) else query.dtype
+    scaled = (query.astype(jnp.float32) * scale).astype(dtype)
     if batch.decode:
-        return _decode(scaled, key_pages, value_pages, batch.block_tables, batch.kv_len)
+        return _decode(scaled, key_pages, value_pages, batch.block_tables, batch.kv_len).astype(query.dtype)
 
     tokens = query.shape[0]
     rows = batch.kv_len.shape[0]
@@ -52,7 +52,7 @@ def attention(query, key_pages, value_pages, batch, *, scale):
         scaled[first_query], key_pages, value_pages, batch.block_tables, jnp.where(single, batch.kv_len, 0)
     )
     prefilled = _prefill(scaled, key_pages, value_pages, batch, jnp.where(single, 0, count), token, row)
-    return jnp.where(single[row][:, None, None], decoded[row], prefilled)
+    return jnp.where(single[row][:, None, None], decoded[row], prefilled).astype(query.dtype)
 
 
 def _decode(query, key_pages, value_pages, block_tables, kv_len):
@@ -84,15 +84,16 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=i * items, slice_size=items)
         row, length = part(row_of_item), part(length_of_item)
         seen = jnp.arange(tile)[None, :] < length[:, None]
-        keys, values, key_scales, value_scales = _tiles(key_pages, value_pages, part(pages_of_item), seen, query.dtype)
+        keys, values = _tiles(key_pages, value_pages, part(pages_of_item), seen, query.dtype)
         scores = jnp.einsum("wkgd,wktd->wkgt", _rows(grouped, row), keys, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen[:, None, None, :], _scaled(scores, key_scales), MASKED)
+        scores = jnp.where(seen[:, None, None, :], scores, MASKED)
         # Several items of one trip may belong to one row: they meet through a one-hot [rows, items].
         owns = (jnp.arange(rows)[:, None] == row[None, :]) & (length > 0)[None, :]
         new_top = jnp.maximum(top, jnp.where(owns[:, :, None, None], scores.max(-1)[None], MASKED).max(1))
         weights = jnp.exp(scores - _rows(new_top, row)[..., None])
-        scaled = _scaled(weights, value_scales).astype(query.dtype)
-        part_total = jnp.einsum("wkgt,wktd->wkgd", scaled, values, preferred_element_type=jnp.float32)
+        part_total = jnp.einsum(
+            "wkgt,wktd->wkgd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32
+        )
         shrink, owned = jnp.exp(top - new_top), owns.astype(jnp.float32)
         total = total * shrink[..., None] + jnp.einsum("rw,wkgd->rkgd", owned, part_total)
         mass = mass * shrink + jnp.einsum("rw,wkg->rkg", owned, weights.sum(-1))
@@ -143,15 +144,16 @@ def _prefill(query, key_pages, value_pages, batch, count, token, row):
             pages = lax.dynamic_index_in_dim(tables_of_tile, j, axis=1, keepdims=False)
             at = j * tile + jnp.arange(tile)
             seen = at[None, :] < length[:, None]
-            keys, values, key_scales, value_scales = _tiles(key_pages, value_pages, pages, seen, query.dtype)
+            keys, values = _tiles(key_pages, value_pages, pages, seen, query.dtype)
             scores = jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
             visible = seen[:, None, :] & (at[None, None, :] <= position_of_query[:, :, None])
-            scores = jnp.where(visible[:, None], _scaled(scores, key_scales), MASKED)
+            scores = jnp.where(visible[:, None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
-            scaled = _scaled(weights, value_scales).astype(query.dtype)
-            part_total = jnp.einsum("wkqt,wktd->wkqd", scaled, values, preferred_element_type=jnp.float32)
+            part_total = jnp.einsum(
+                "wkqt,wktd->wkqd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32
+            )
             return total * shrink[..., None] + part_total, new_top, mass * shrink + weights.sum(-1)
 
         state = _empty_state((PREFILL_TILES, kv_heads, QUERY_TILE * group), head_dim)
@@ -179,33 +181,18 @@ def _pad_pages(block_tables, tile_pages):
 
 
 def _tiles(key_pages, value_pages, pages, seen, dtype):
-    """Keys and values of `pages` [n, tile_pages] as [n, kv_heads, tile, head_dim], and their scales [n, kv_heads, tile]
-    (None for pages that are not quantised).
-
-    A slot that was never written may hold NaN, and 0 * NaN would reach the sum: unseen values are zero, or if they are
-    int8 (no NaN there) their scales. Unseen keys are masked in the scores.
-    """
+    """Keys and values of `pages` [n, tile_pages] as [n, kv_heads, tile, head_dim], with unseen values zero: a slot that
+    was never written may hold NaN (its scale, if quantised), and 0 * NaN would reach the sum. Unseen keys are masked in
+    the scores."""
     n, tile_pages = pages.shape
     _, kv_heads, page_size, head_dim = key_pages.shape
-    tile = tile_pages * page_size
 
-    def gather(source, *rest):
-        return _rows(source, pages).swapaxes(1, 2).reshape(n, kv_heads, tile, *rest)
+    def gather(source):
+        by_page = source.read(pages) if isinstance(source, QuantPages) else _rows(source, pages)
+        tile = by_page.swapaxes(1, 2).reshape(n, kv_heads, tile_pages * page_size, head_dim)
+        return tile if tile.dtype == dtype else jax.lax.bitcast_convert_type(tile, dtype)
 
-    if isinstance(key_pages, QuantPages):
-        keys, values = (gather(source.values, head_dim).astype(dtype) for source in (key_pages, value_pages))
-        return keys, values, gather(key_pages.scales), jnp.where(seen[:, None, :], gather(value_pages.scales), 0)
-
-    def stored(source):
-        rows = gather(source, head_dim)
-        return rows if rows.dtype == dtype else jax.lax.bitcast_convert_type(rows, dtype)
-
-    return stored(key_pages), jnp.where(seen[:, None, :, None], stored(value_pages), jnp.zeros((), dtype)), None, None
-
-
-def _scaled(by_token, scales):
-    """`by_token` [n, kv_heads, queries, tile] times `scales` [n, kv_heads, tile], if there are any."""
-    return by_token if scales is None else by_token * scales[:, :, None, :]
+    return gather(key_pages), jnp.where(seen[:, None, :, None], gather(value_pages), jnp.zeros((), dtype))
 
 
 def _empty_state(shape, head_dim):
