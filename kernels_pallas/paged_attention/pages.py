@@ -52,8 +52,8 @@ def quantise(rows: Float[Array, "*rows head_dim"]) -> tuple[Int8[Array, "*rows h
     """int8 values and float32 scales, symmetric, one scale a row: max|x| / 127.
 
     A row of zeros gets scale 0 and reads back as zeros. Nothing that is not finite comes out: the scale is that of the
-    finite numbers, infinities saturate at +-127 and NaN becomes 0. A token whose keys or values overflowed thereby
-    spoils its own result and not those of the tokens that read it, or of rows that are computed beside it.
+    finite numbers, infinities saturate at +-127 and NaN becomes 0. What a broken token leaves in
+    the cache is wrong, but makes no other token's result NaN.
     """
     rows = rows.astype(jnp.float32)
     scales = jnp.where(jnp.isfinite(rows), jnp.abs(rows), 0).max(-1) / QUANT_MAX
