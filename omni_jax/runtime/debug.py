@@ -61,9 +61,10 @@ def _row(row: Row, at: int) -> list[str]:
 
 
 def _seen(row: Row) -> str:
+    less = f", but for {row.dropped} that compression dropped" if row.dropped else ""
     if row.count == 1:
-        return f"sees 0..{row.start}"
-    return f"see 0..{row.start + row.count - 1}: the first of them 0..{row.start}, each next one more"
+        return f"sees 0..{row.start}{less}"
+    return f"see 0..{row.start + row.count - 1}: the first of them 0..{row.start}, each next one more{less}"
 
 
 def _segments(row: Row) -> str:

@@ -48,8 +48,9 @@ class StepShapes:
         return min(MAX_LOGPROBS, self.vocab_size)
 
     def body_layout(self, tokens: int, rows: int) -> Layout:
-        """`tokens` below 0 mean: the last token of slot -token - 1. `update_*` add a block to a slot's table.
-        `rotary` are positions for M-RoPE (time, height, width), `feature_row` is 0 where no feature is meant."""
+        """`tokens` below 0 mean: the last token of slot -token - 1. `kv_len` counts rows of the cache, which are
+        `dropped` less than the tokens so far. `update_*` add a block to a slot's table. `rotary` are positions for
+        M-RoPE (time, height, width), `feature_row` is 0 where no feature is meant."""
         ints = jnp.int32
         media = {"rotary": ((3, tokens), ints), "feature_row": ((tokens,), ints)} if self.reads_media else {}
         return Layout(
@@ -57,6 +58,7 @@ class StepShapes:
                 "row_slot": ((rows,), ints),
                 "query_start": ((rows + 1,), ints),
                 "kv_len": ((rows,), ints),
+                "dropped": ((rows,), ints),
                 "sample_at": ((self.rows,), ints),
                 "update_slot": ((rows,), ints),
                 "update_index": ((rows,), ints),
@@ -67,8 +69,9 @@ class StepShapes:
         )
 
     def head_layout(self, rows: int) -> Layout:
-        """`position` is that of the token to sample; `suppress` is 1 where min_tokens is not reached."""
-        fields = ("slot", "position", "suppress")
+        """`position` is that of the token to sample; `suppress` is 1 where min_tokens is not reached; `forced` is the
+        token to take whatever the logits say, -1 for none."""
+        fields = ("slot", "position", "suppress", "forced")
         return Layout(fields=dict.fromkeys(fields, ((rows,), jnp.int32)))
 
     def admit_layout(self) -> Layout:
@@ -120,16 +123,17 @@ def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, 
         rows, count = kv_len.shape[0], given.shape[0]
         token = jnp.arange(count, dtype=jnp.int32)
         if decode:
-            row, positions, real = token, kv_len - 1, token >= 0
+            row, place, real = token, kv_len - 1, token >= 0
         else:
             row = jnp.searchsorted(query_start[1:], token, side="right", method="compare_all").astype(jnp.int32)
             row = jnp.minimum(row, rows - 1)
-            positions = kv_len[row] - (query_start[row + 1] - token)
             real = token < query_start[-1]
-            positions = jnp.where(real, positions, 0)
+            place = jnp.where(real, kv_len[row] - (query_start[row + 1] - token), 0)
+        # `place` is the row of the cache; what compression dropped before it still counts for the position.
+        positions = place + field["dropped"][row]
         block_tables = tables[field["row_slot"]]
-        page = jnp.where(real, block_tables[row, positions // block_size], 0)
-        offset = positions % block_size
+        page = jnp.where(real, block_tables[row, place // block_size], 0)
+        offset = place % block_size
         batch = PagedBatch(query_start=query_start, kv_len=kv_len, block_tables=block_tables, decode=decode)
         pages = list(pool)
 
@@ -184,6 +188,7 @@ def head(shapes: StepShapes, variant: Variant, rows: int):
             token = sampling.draw(
                 wanted, numbers[:, TEMPERATURE], slots.top_k[slot], numbers[:, TOP_P], numbers[:, MIN_P], uniform
             )
+        token = jnp.where(field["forced"] >= 0, field["forced"], token)
         result = _result(logits, token, top_logits, top_ids)
         token = jnp.maximum(result[:, 0], 0)
         last_token = last_token.at[slot].set(token)

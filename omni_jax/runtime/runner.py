@@ -1,5 +1,6 @@
 """Dispatches step plans: packs what changed, calls two executables, and leaves the results on their way to the host."""
 
+import collections.abc
 import dataclasses
 import time
 from collections.abc import Callable
@@ -14,10 +15,20 @@ from omni_jax.models import ModelConfig, Weights
 from omni_jax.requests import SamplingParams, Sequence
 from omni_jax.requests.sampling_params import MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import functions
+from omni_jax.runtime.blocks import (
+    BlockCopy,
+    compaction_jobs,
+    compaction_sizes,
+    copy_jobs,
+    cut,
+    cut_data,
+    pack_compaction,
+    payload_bytes,
+)
 from omni_jax.runtime.encoder import Encoder, EncoderConfig
 from omni_jax.runtime.executables import Executable, Job, Key, compile_all
 from omni_jax.runtime.packing import Ring
-from omni_jax.runtime.state import NEUTRAL, abstract_pool, abstract_slots
+from omni_jax.runtime.state import NEUTRAL, KVCacheDtype, abstract_pool, abstract_slots
 from omni_jax.scheduling import Buckets, Row, StepPlan
 
 VARIANTS: tuple[functions.Variant, ...] = ("greedy", "sample", "full")
@@ -36,6 +47,9 @@ class RunnerConfig:
         dtype: of weights and cache.
         eos_token_ids: suppressed, with a sequence's own stop ids, until its min_tokens are reached.
         encoder: sizes of the vision tower's executables, for a model that has one.
+        kv_cache_dtype: see state.abstract_pool.
+        swap: blocks can be read and written.
+        compression: sequences can be compacted.
     """
 
     max_num_seqs: int
@@ -46,6 +60,9 @@ class RunnerConfig:
     dtype: np.dtype
     eos_token_ids: frozenset[int] = frozenset()
     encoder: EncoderConfig | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
+    swap: bool = False
+    compression: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +174,10 @@ class Runner:
         jobs.append(
             Job(key=("history",), function=functions.rebuild_history(shapes), arguments=(history, rebuild), donate=(0,))
         )
+        if self.config.swap:
+            jobs += copy_jobs(pool)
+        if self.config.compression:
+            jobs += compaction_jobs(pool, shapes.pages_per_row)
         return jobs if self.encoder is None else jobs + self.encoder.jobs()
 
     def start(self, progress: Callable[[Executable, int, int], None] | None = None) -> dict[Key, Executable]:
@@ -200,6 +221,7 @@ class Runner:
                 block_size=config.block_size,
                 dtype=config.dtype,
                 platform=self._device.platform,
+                kv_cache_dtype=config.kv_cache_dtype,
             ),
             "tables": ints(shapes.slots, shapes.pages_per_row),
             "slots": abstract_slots(shapes.slots),
@@ -207,12 +229,56 @@ class Runner:
             "history": ints(shapes.slots, shapes.vocab_size),
         }
 
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's payload, see runtime.blocks."""
+        return payload_bytes(self._pool)
+
+    def read_blocks(self, blocks: collections.abc.Sequence[int]) -> BlockCopy:
+        """Starts to copy blocks to the host, as they are after all steps dispatched so far, and returns at once."""
+        parts = []
+        for count, pages in cut(blocks):
+            words = self._executables["read", len(pages)](self._pool, pages)
+            words.copy_to_host_async()
+            parts.append((words, count))
+        return BlockCopy(parts=tuple(parts))
+
+    def write_blocks(self, blocks: collections.abc.Sequence[int], data: np.ndarray) -> None:
+        """Starts to write uint8 [blocks, block_bytes], ahead of all steps dispatched from now on, and returns at once.
+        `data` is never to be changed afterwards: JAX may read it where it lies."""
+        for pages, words in cut_data(self._pool, blocks, data):
+            self._pool = self._executables["write", len(pages)](self._pool, pages, words)
+
+    def compact(
+        self,
+        source: collections.abc.Sequence[int],
+        rows: int,
+        keep: int,
+        target: collections.abc.Sequence[int],
+        *,
+        sinks: int,
+        window: int,
+    ) -> None:
+        """Starts to move `keep` of the `rows` rows in blocks `source` to the beginning of blocks `target`, between the
+        steps dispatched so far and those to come, and returns at once. Which rows, each KV head of each layer chooses
+        for itself: see kernels_pallas.kv_compaction. `target` may list blocks of `source`.
+
+        Raises:
+            ValueError: see blocks.pack_compaction.
+        """
+        size = next(n for n in compaction_sizes(self.shapes.pages_per_row) if n >= len(source))
+        block_size = self.config.block_size
+        buffer = pack_compaction(size, block_size, source, rows, keep, target, sinks=sinks, window=window)
+        self._pool = self._executables["compact", size](self._pool, buffer)
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def dispatch(self, plan: StepPlan) -> StepResult:
         """Starts a step and returns at once. At most two steps may be out: see packing.Ring."""
         for row in plan.rows:
-            if row.admit:
+            if row.admit or row.moved:
                 self._admit(row)
         key: Key = ("decode" if plan.decode else "mixed", plan.size)
         packed = self._pack_body(key, plan)
@@ -242,6 +308,8 @@ class Runner:
         field["slot"][n:] = self._pad_slot
         field["position"][:n] = [row.start + row.count for row in rows]
         field["suppress"][:n] = [_suppresses_stop(row.sequence) for row in rows]
+        field["forced"][:n] = [_forced(row.sequence) for row in rows]
+        field["forced"][n:] = -1
         history = self._history if variant == "full" else ()
         self._last_token, history, result = self._executables[key](
             self._weights.output_matrix, hidden, self._slots, self._last_token, history, buffer
@@ -269,8 +337,10 @@ class Runner:
         n = len(rows)
         field["row_slot"][:n] = [row.slot for row in rows]
         field["row_slot"][n:] = self._pad_slot
-        field["kv_len"][:n] = [row.start + row.count for row in rows]
+        field["kv_len"][:n] = [row.start + row.count - row.dropped for row in rows]
         field["kv_len"][n:] = 1
+        field["dropped"][:n] = [row.dropped for row in rows]
+        field["dropped"][n:] = 0
         start = field["query_start"]
         start[0] = 0
         if decode:
@@ -287,7 +357,7 @@ class Runner:
                 tokens[at] = -(row.slot + 1)
             else:
                 tokens[at : at + row.count] = row.sequence.known[row.start : row.start + row.count]
-            if row.new_blocks and not row.admit:
+            if row.new_blocks and not (row.admit or row.moved):
                 updates += [(row.slot, row.first_new_block + j, block) for j, block in enumerate(row.new_blocks)]
         sample_at = [int(start[i + 1]) - 1 for i, row in enumerate(rows) if row.sample]
         field["sample_at"][: len(sample_at)] = sample_at
@@ -302,6 +372,8 @@ class Runner:
         return buffer
 
     def _admit(self, row: Row) -> None:
+        """Writes the slot's state and its whole block table. For a row that only moved, the state is the same again;
+        but not the history, which is ahead of the host by the token in flight."""
         sequence, params = row.sequence, row.sequence.request.params
         buffer, field = self.shapes.admit_layout().fresh()
         vocab = self.shapes.vocab_size
@@ -317,7 +389,7 @@ class Runner:
         _fill(field["stop_ids"], stops[:MAX_STOP_TOKEN_IDS], vocab)
         _fill(field["blocks"], sequence.blocks, 0)
         self._slots, self._tables = self._executables[("admit",)](self._slots, self._tables, buffer)
-        if params.penalised:
+        if params.penalised and row.admit:
             buffer, field = self.shapes.history_layout().fresh()
             field["slot"][...] = row.slot
             field["prompt"][...] = sequence.num_prompt
@@ -357,9 +429,23 @@ def _numbers(params: SamplingParams) -> tuple[float, ...]:
     )
 
 
+def _output_index(sequence: Sequence) -> int:
+    """Which output token is being sampled; it is counted as pending already."""
+    return sequence.num_output + sequence.pending - 1
+
+
 def _suppresses_stop(sequence: Sequence) -> bool:
-    """Whether the token being sampled (already counted as pending) comes before min_tokens."""
-    return sequence.num_output + sequence.pending - 1 < sequence.request.params.min_tokens
+    """Whether the token being sampled comes before min_tokens."""
+    return _output_index(sequence) < sequence.request.params.min_tokens
+
+
+def _forced(sequence: Sequence) -> int:
+    """The token to take in place of a sampled one, -1 for none."""
+    forced = sequence.request.forced_ids
+    if not forced:
+        return -1
+    index = _output_index(sequence)
+    return forced[index] if index < len(forced) else -1
 
 
 def _fill(field: np.ndarray, values, padding) -> None:

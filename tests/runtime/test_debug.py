@@ -34,7 +34,9 @@ def test_a_step_reads_like_this():
     other.known += [7, 8]
     other.blocks = [5]
     plan = StepPlan(
-        rows=(row_of(one, 120, 32, admit=True), row_of(other, 5, 1, feedback=True, sample=True)), decode=False, size=64
+        rows=(row_of(one, 120, 32, admit=True), row_of(other, 5, 1, feedback=True, sample=True, dropped=2)),
+        decode=False,
+        size=64,
     )
     assert describe(plan).splitlines() == [
         "step: mixed, 2 rows, 33 tokens in a bucket of 64",
@@ -48,7 +50,7 @@ def test_a_step_reads_like_this():
         "  input ids  (on the device)",
         "  segments   1 (output): 5",
         "  positions  5",
-        "  sees       token 5 of r8[0] sees 0..5",
+        "  sees       token 5 of r8[0] sees 0..5, but for 2 that compression dropped",
         "  blocks     5 (1)",
         "padding: places 33..63; what they write goes to page 0, which no sequence has",
     ]

@@ -11,7 +11,7 @@ from omni_jax.runtime import Runner
 from omni_jax.runtime.executables import compile_all
 from omni_jax.scheduling import Row, StepPlan
 from tests import tiny
-from tests.engines import greedy, load_tiny, make_engine, request, run
+from tests.engines import alone, greedy, load_tiny, make_engine, request, run
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ def memory(executable):
 
 
 def pool_bytes(runner) -> int:
-    return sum(array.nbytes for array in runner._pool)
+    return sum(array.nbytes for array in jax.tree.leaves(runner._pool))
 
 
 def test_the_pool_is_updated_in_place_and_temporaries_do_not_grow_with_it(loaded):
@@ -84,6 +84,29 @@ def test_kv_01_blocks_left_full_of_nan_by_others_change_nothing(loaded):
     engine = make_engine(loaded, num_blocks=8, max_model_len=7 * 16)
     run(engine, *(request(f"before {i}", 60, greedy(max_tokens=30)) for i in range(3)))
     assert run(engine, *items) == clean
+
+
+@pytest.mark.parametrize(
+    "params",
+    [greedy(), greedy(temperature=1.0, seed=3), greedy(temperature=1.0, seed=3, presence_penalty=0.7)],
+    ids=["greedy", "sample", "full"],
+)
+def test_forced_tokens_are_taken_scored_and_continued(params):
+    """The same as a prompt that ends with them: their logprobs, and what follows. Others in the step do not change."""
+    loaded, forced = load_tiny("main"), (5, 300, 17, 17, 511, 7)
+    prompt = tiny.prompt(20)
+    wanted = alone(loaded, request("p", [*prompt, *forced], greedy(max_tokens=9, logprobs=1, prompt_logprobs=1)))
+    given = dataclasses.replace(params, max_tokens=15, logprobs=1)
+    item = dataclasses.replace(request("f", prompt, given), forced_ids=forced)
+    other = request("other", 33, dataclasses.replace(given, seed=5))
+    both = run(make_engine(loaded), item, other)
+    answer = both["f", 0]
+    assert answer.tokens[:6] == list(forced)
+    logprobs = [entry.logprob for entry in wanted.prompt_logprobs[20:]]
+    assert [entry.logprob for entry in answer.logprobs[:6]] == pytest.approx(logprobs, abs=1e-4)
+    if params.greedy:
+        assert answer.tokens[6:] == wanted.tokens
+    assert both["other", 0].tokens == alone(loaded, other).tokens
 
 
 # -- rows by hand -----------------------------------------------------------------------------------------------------

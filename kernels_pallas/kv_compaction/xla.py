@@ -1,0 +1,85 @@
+"""KV compaction in XLA operations: the implementation for CPUs, and the one that runs anywhere.
+
+Nothing is sorted: which rows to keep comes from a search for the threshold of the norm, bit by bit, and where each goes
+from a running count. Only rows of the sequence are read, and only those kept are moved.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.paged_attention import QuantPages
+
+NO_ROW = 2**31 - 1  # the rank of a slot that holds no row
+
+
+def compact(key_pages, value_pages, source, rows, keep, target, *, sinks, window):
+    """See `api.compact`. All layers choose in one go: what is compiled for that is the same for one and for many."""
+    layers, (_, kv_heads, page_size, _) = len(key_pages), key_pages[0].shape
+    slots = source.shape[0] * page_size
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
+    squares = jnp.stack([_squares(pages, source) for pages in key_pages])
+    squares = squares.swapaxes(1, 2).reshape(layers * kv_heads, slots)
+
+    # Floats that are not negative are in the order of their bits, NaN last.
+    bits = lax.bitcast_convert_type(squares, jnp.int32) & NO_ROW
+    rank = jnp.minimum(bits, NO_ROW - 2) + 1
+    rank = jnp.where((slot < sinks) | (slot >= rows - window), 0, rank)
+    kept = _smallest(jnp.where(slot < rows, rank, NO_ROW), keep)
+
+    # chosen: the slot whose row comes to each place. row: where it lies, counted through pages, heads and slots.
+    place = jnp.where(kept, _running_count(kept) - 1, slots)
+    chooser = jnp.arange(layers * kv_heads, dtype=jnp.int32)[:, None]
+    chosen = jnp.zeros_like(place).at[chooser, place].set(slot, mode="drop")
+    chosen = chosen.reshape(layers, kv_heads, -1, page_size).swapaxes(1, 2)
+    head = jnp.arange(kv_heads, dtype=jnp.int32)[None, None, :, None]
+    row = (source[chosen // page_size] * kv_heads + head) * page_size + chosen % page_size
+    row = row.reshape(layers, -1)
+
+    def move(layer, pages):  # by flat rows and flat pages: compiled in half the time
+        moved = pages.reshape(-1, *pages.shape[3:]).at[row[layer]].get(mode="promise_in_bounds")
+        flat = pages.reshape(pages.shape[0], -1)
+        flat = flat.at[target].set(moved.reshape(-1, flat.shape[1]), mode="promise_in_bounds")
+        return flat.reshape(pages.shape)
+
+    def moved(of_layers):
+        return tuple(jax.tree.map(functools.partial(move, i), pages) for i, pages in enumerate(of_layers))
+
+    return moved(key_pages), moved(value_pages)
+
+
+def _squares(pages, source):
+    """Squared norms of the rows of pages `source`, float32 [pages, kv_heads, page_size]."""
+
+    def sums(array):
+        taken = array.at[source].get(mode="promise_in_bounds")
+        if taken.dtype == jnp.uint16:
+            taken = lax.bitcast_convert_type(taken, jnp.bfloat16)
+        return jnp.square(taken.astype(jnp.float32)).sum(-1)
+
+    if isinstance(pages, QuantPages):
+        return sums(pages.values) * jnp.square(pages.scales.at[source].get(mode="promise_in_bounds"))
+    return sums(pages)
+
+
+def _smallest(rank, keep):
+    """Whether each of `rank` [rows, n], int32 of 0 and more, is of its row's `keep` smallest; of equal ones the first
+    are."""
+
+    def bit(i, threshold):  # the largest with fewer than `keep` below it: the keep-th smallest
+        higher = threshold + (1 << (30 - i))
+        return jnp.where(_count(rank < higher) < keep, higher, threshold)
+
+    threshold = lax.fori_loop(0, 31, bit, jnp.zeros((rank.shape[0], 1), jnp.int32))
+    below, equal = rank < threshold, rank == threshold
+    return below | (equal & (_running_count(equal) <= keep - _count(below)))
+
+
+def _count(flags):
+    return flags.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+
+
+def _running_count(flags):
+    return jnp.cumsum(flags, axis=-1, dtype=jnp.int32)

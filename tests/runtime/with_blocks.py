@@ -1,0 +1,67 @@
+"""Runners that can copy and compact blocks, and sequences whose rows a test plans by hand."""
+
+import dataclasses
+import functools
+
+from omni_jax import compat
+from omni_jax.requests import Sequence
+from omni_jax.runtime import Runner
+from omni_jax.runtime.executables import compile_all
+from omni_jax.scheduling import Row, StepPlan
+from tests import tiny
+from tests.engines import CACHE, greedy, load_tiny, one_process_at_a_time, request
+
+
+@functools.cache
+def block_runner(name: str, **changes) -> Runner:
+    """That of load_tiny(name), with programs for blocks added. `changes` are of RunnerConfig; if there are any, only
+    mixed steps are compiled again."""
+    shared = load_tiny(name).runner
+    config = dataclasses.replace(shared.config, swap=True, compression=True, **changes)
+    runner = Runner(shared._model, shared._weights, config, shared._device)
+    new = [job for job in runner.jobs() if job.key not in shared._executables or (changes and job.key[0] == "mixed")]
+    with one_process_at_a_time():
+        compat.use_compilation_cache(CACHE)
+        runner._executables = shared._executables | compile_all(new)
+    return runner
+
+
+def make_sequence(prompt: list[int], blocks: list[int], *, slot: int = 0) -> Sequence:
+    item = request(f"slot {slot}", prompt, greedy())
+    sequence = Sequence(request=item, index=0, order=(slot, 0), max_output=99, known=list(prompt), slot=slot)
+    sequence.blocks = list(blocks)
+    return sequence
+
+
+def make_row(
+    sequence: Sequence, start: int, count: int, *, admit: bool = False, sample: bool = False, score: bool = False
+) -> Row:
+    assert sequence.slot is not None
+    return Row(
+        sequence=sequence,
+        slot=sequence.slot,
+        start=start,
+        count=count,
+        feedback=False,
+        sample=sample,
+        score=score,
+        admit=admit,
+        first_new_block=0,
+        new_blocks=(),
+        dropped=sequence.dropped,
+    )
+
+
+def mixed(*rows: Row, size: int = 64) -> StepPlan:
+    return StepPlan(rows=rows, decode=False, size=size)
+
+
+def prefill(runner: Runner, sequence: Sequence, count: int) -> None:
+    """Computes the first `count` tokens, in chunks."""
+    most = runner.config.buckets.mixed[-1]
+    for start in range(0, count, most):
+        runner.dispatch(mixed(make_row(sequence, start, min(most, count - start), admit=start == 0))).read()
+
+
+def prompt(length: int) -> list[int]:
+    return tiny.prompt(length)
