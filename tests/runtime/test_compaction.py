@@ -175,6 +175,26 @@ def test_kvc_02_keeping_all_changes_no_bit(case):
     np.testing.assert_array_equal(decode(runner, sequence, 100, admit=True), wanted)
 
 
+def test_a_moved_row_gets_its_table_and_keeps_its_history():
+    """The history on the device is ahead of the host by the token in flight: it must not be built anew."""
+    runner = block_runner("main")
+    runner.reset()
+    sequence = make_sequence(prompt(60), [1, 2, 3, 4])
+    params = dataclasses.replace(sequence.request.params, presence_penalty=0.5)
+    sequence.request = dataclasses.replace(sequence.request, params=params)
+    runner.dispatch(mixed(make_row(sequence, 0, 60, admit=True, sample=True))).read()
+    before = np.array(runner._history[0])
+    [in_flight] = np.flatnonzero(before >= 2)
+    runner.compact(sequence.blocks, 60, 30, [7, 8], sinks=SINKS, window=WINDOW)
+    sequence.blocks, sequence.dropped, sequence.pending = [7, 8], 30, 2
+    row = dataclasses.replace(make_row(sequence, 60, 1, sample=True), feedback=True, moved=True, new_blocks=(7, 8))
+    sampled, _ = runner.dispatch(StepPlan(rows=(row,), decode=True, size=1)).read()
+    before[int(sampled[0, 0])] += 2
+    np.testing.assert_array_equal(np.asarray(runner._history[0]), before)
+    assert before[in_flight] >= 2
+    assert np.asarray(runner._tables[0, :3]).tolist() == [7, 8, 0]
+
+
 def test_compaction_and_steps_run_in_the_order_of_their_dispatch():
     """A step before and a step behind it, and nobody waits: the same as with waiting."""
     runner = block_runner("main")
