@@ -17,7 +17,6 @@ from serving.lab.model import tiny_vl
 PARTS = ("prefix", "oversubscription", "slots")
 MODELS = ("smollm2", "tiny")
 USERS, SYSTEM, QUESTION, ANSWER = 20, 1500, 24, 8  # the shared-prefix load
-ONE_BY_ONE = 5  # users of the second case, in which each waits for the one before
 SEQUENCES, SHORTEST, LONGEST, OUTPUT = 64, 256, 1024, 128  # the rush
 MODES = ("swap", "recompute", "auto")
 SLOT_BLOCK = 16  # tokens of a block where slots are counted
@@ -68,11 +67,8 @@ def prefix(args: argparse.Namespace, folder: Path) -> dict:
         folder,
         found,
     )
-    for title, users, together in (
-        ("all at once", USERS, True),
-        ("one after another", ONE_BY_ONE, False),
-    ):
-        ask = {"users": users, "system": SYSTEM, "question": QUESTION, "answer": ANSWER, "together": together}
+    for title, together in (("all at once", True), ("one after another", False)):
+        ask = {"users": USERS, "system": SYSTEM, "question": QUESTION, "answer": ANSWER, "together": together}
         answers = _rounds(args, f"prefix, {title}", workers, "shared_prefix", ask)
         found["cases"].append({"title": title, "answers": answers})
         say(memory_report.prefix_line(found["cases"][-1]), indent=1)

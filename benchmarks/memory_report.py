@@ -8,7 +8,7 @@ from benchmarks.report import machine_line
 from serving.lab.statistics import STATISTICS, Comparison, Interval, compare, interval, resamples
 
 RESAMPLES = 2000
-TIMES_LOWER = 8.0  # first tokens with the prefix cache, all users at once
+TIMES_LOWER = 8.0  # mean time to the first token with the prefix cache
 MARGIN = 0.01  # of used over allocated slots
 TITLES = {
     "prefix": "A system prompt that all share",
@@ -34,9 +34,10 @@ def verdicts(document: dict) -> list[tuple[str, bool]]:
     found = []
     for part, measured in document["parts"].items():
         if part == "prefix":
-            times = times_lower(measured["cases"][0]).value
-            target = f"first token at least {TIMES_LOWER:g} times sooner with the cache, all at once, {times:.1f} times"
-            found.append((target, times >= TIMES_LOWER))
+            for case in measured["cases"]:
+                times = times_lower(case).value
+                target = f"first token {TIMES_LOWER:g} times sooner with the cache, {case['title']}, {times:.1f} times"
+                found.append((target, times >= TIMES_LOWER))
         elif part == "oversubscription":
             failed = sum(answer["failed"] for answers in measured["answers"].values() for answer in answers)
             found.append((f"no request fails, {failed} did", not failed))
