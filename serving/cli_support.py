@@ -35,7 +35,7 @@ def memory_options(**options: Any) -> dict[str, Any]:
     """
     from omni_jax.engine.config import EngineConfig
     from omni_jax.memory import make_recycling
-    from omni_jax.memory.compression import make_controller
+    from omni_jax.memory.compression import Schedule
 
     given = {
         name: value.value if isinstance(value, enum.Enum) else value
@@ -47,7 +47,7 @@ def memory_options(**options: Any) -> dict[str, Any]:
         find_own_code(config.recycling_policy)
         make_recycling(config.recycling_policy)
         find_own_code(config.kv_compress_controller or "")
-        make_controller(config.kv_compress_controller, config.kv_compress_ratio)
+        Schedule(config.kv_compress_controller, config.kv_compress_ratio)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return given

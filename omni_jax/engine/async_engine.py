@@ -129,6 +129,16 @@ class AsyncEngine:
         if request_id in self._streams and not self._dead:
             self._order(lambda engine: engine.abort(request_id))
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached blocks, before the next step; what runs goes on."""
+
+        def forget(engine: Engine) -> list[Delta]:
+            engine.reset_prefix_cache()
+            return []
+
+        self._alive()
+        self._order(forget)
+
     def stats(self) -> EngineStats:
         return self._engine.stats() if self._engine else EngineStats()
 
@@ -192,8 +202,9 @@ class AsyncEngine:
         self.recorder, self._engine = engine.recorder, engine
         self._call(lambda: ready.cancelled() or ready.set_result(None))
         try:
-            while not (self._stopping and not self._orders):
-                self._step(engine)
+            with contextlib.closing(engine):
+                while not (self._stopping and not self._orders):
+                    self._step(engine)
         except Exception as error:
             logger.exception("the engine has stopped")
             reason = f"the engine has stopped: {error}"

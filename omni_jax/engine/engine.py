@@ -13,18 +13,29 @@ from typing import Any
 import numpy as np
 
 from omni_jax import compat
-from omni_jax.cost import Kind, TableCost
+from omni_jax.cost import Kind, StepShape, TableCost
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.engine.loading import Progress, load
 from omni_jax.engine.stats import EngineStats
+from omni_jax.engine.swapping import EngineSwap, open_tier
 from omni_jax.inputs.prompt import VisionInputs
-from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.memory import BlockPool, EncoderCache, make_recycling, pool_usage
+from omni_jax.memory.compression import SINKS, WINDOW, BadController, Schedule
 from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Sequence, TokenLogprob
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.runtime import StepResult
 from omni_jax.runtime.debug import describe
-from omni_jax.scheduling import Accepted, Features, FirstCome, Scheduler, SchedulerConfig, SLOFirst
+from omni_jax.scheduling import (
+    Accepted,
+    Blocks,
+    Compression,
+    Features,
+    FirstCome,
+    Scheduler,
+    SchedulerConfig,
+    SLOFirst,
+)
 from omni_jax.scheduling.limits import output_room
 from omni_jax.scheduling.records import Recorder, log_event
 from omni_jax.segments import SLO, Segment, make_policy, prompt_view, with_deadlines
@@ -32,7 +43,26 @@ from omni_jax.segments import SLO, Segment, make_policy, prompt_view, with_deadl
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 2  # steps in a row that may raise before the engine gives up
+LOADING = 1e-3  # seconds between two looks at the host tier, when there is nothing else to do
 PACK_PATCHES = 1024  # small pictures share a call of the vision tower up to so many patches; a larger one goes alone
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Encoding:
+    """What a call of the vision tower takes, added up over its slices.
+
+    Attributes:
+        shape: of the call.
+        seconds: of the slices so far; of one with a step behind it, what that step took longer than predicted. Not a
+            number where that cannot be told.
+        unread: steps in flight that have a slice before them.
+        done: the last slice was dispatched.
+    """
+
+    shape: StepShape
+    seconds: float = 0.0
+    unread: int = 0
+    done: bool = False
 
 
 class Engine:
@@ -58,13 +88,29 @@ class Engine:
                 most_patches=self._encoder.config.buckets[-1],
                 pack_patches=PACK_PATCHES,
             )
-        self._pool = BlockPool(self.info.num_blocks, self.info.block_size)
+        self._pool = BlockPool(
+            self.info.num_blocks, self.info.block_size, recycling=make_recycling(config.recycling_policy)
+        )
         buckets = loaded.runner_config.buckets
         sizes: dict[Kind, tuple[int, ...]] = {"mixed": buckets.mixed, "decode": buckets.decode}
         if self._encoder is not None:
             sizes["encode"] = self._encoder.config.buckets
         self.cost = TableCost(sizes, overhead=buckets.overhead)
         self.recorder = Recorder(segments=True, log_segments=config.segment_aware)
+        self._schedule = (
+            Schedule(config.kv_compress_controller, config.kv_compress_ratio)
+            if config.enable_adaptive_compression
+            else None
+        )
+        self._tier = open_tier(config, self.info, self._runner.block_bytes)
+        self._blocks = Blocks(
+            self._pool,
+            prefix_caching=config.enable_prefix_caching,
+            swap=None
+            if self._tier is None
+            else EngineSwap(self._runner, self._tier, self.cost, mode=config.preemption_mode),
+            compression=None if self._schedule is None else self._compression(),
+        )
         self._policy = make_policy(config.segment_policy, allow_custom=True)
         self._slo = SLO(ttft_ms=config.ttft_ms, tpot_ms=config.tpot_ms, e2e_ms=config.e2e_ms)
         self._scheduler = Scheduler(
@@ -82,15 +128,16 @@ class Engine:
             if config.scheduling_policy == "slo"
             else FirstCome(),
             cost=self.cost,
+            blocks=self._blocks,
         )
         self._random = random.Random(config.seed)
         self._detokenizers: dict[Sequence, Detokenizer] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._prefilled: set[str] = set()
         self._in_flight: collections.deque[StepResult] = collections.deque()
-        self._after_slice: collections.deque[bool] = collections.deque()  # of each step in flight
-        self._sliced = False  # a slice was dispatched since the latest step
-        self._encoding = 0.0  # seconds of the encoder's call so far; not a number once a step ran beside it
+        self._after_slice: collections.deque[_Encoding | None] = collections.deque()  # of each step in flight
+        self._sliced: _Encoding | None = None  # a slice of it was dispatched since the latest step
+        self._encoding: _Encoding | None = None  # the encoder's call that is under way
         self._failures = 0
         self._stats = EngineStats()
         self._gaps: collections.deque[float] = collections.deque(maxlen=1024)
@@ -103,7 +150,12 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises InvalidRequest when the request can never run. Touches nothing; any thread may call it."""
         request.params.check_vocabulary(self.info.vocab_size)
-        output_room(request, self.info.max_model_len)
+        room = output_room(request, self.info.max_model_len)
+        if self._schedule is not None:
+            try:
+                self._schedule.check(room)
+            except BadController as error:
+                raise InvalidRequest(str(error)) from error
         worst = max(request.prompt_ids)
         if worst >= self.info.vocab_size or min(request.prompt_ids) < 0:
             raise InvalidRequest(
@@ -163,6 +215,25 @@ class Engine:
         segments = with_deadlines(segments, slo, request.arrival, self.cost, media=request.media)
         return dataclasses.replace(request, slo=slo, segments=segments)
 
+    def _compression(self) -> Compression:
+        """How caches shrink, by the settings."""
+        schedule = self._schedule
+        assert schedule is not None
+
+        def compact(source: list[int], rows: int, keep: int, target: list[int]) -> None:
+            self._runner.compact(source, rows, keep, target, sinks=SINKS, window=WINDOW)
+
+        return Compression(ratio=schedule.ratio, compact=compact, least=SINKS + WINDOW)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached blocks; what runs goes on."""
+        self._scheduler.forget_prefixes()
+
+    def close(self) -> None:
+        """Ends the threads of the host tier and removes its files. Nothing may be asked afterwards."""
+        if self._tier is not None:
+            self._tier.close()
+
     def abort(self, request_id: str) -> list[Delta]:
         """Ends a request; its last deltas. Nothing of it runs in the next step. An unknown id is no error."""
         return [self._ended(sequence) for sequence in self._scheduler.abort(request_id)]
@@ -212,11 +283,15 @@ class Engine:
                 self._gaps.append(result.dispatched - self._last_ready if late else 0.0)
             self._in_flight.append(result)
             self._after_slice.append(self._sliced)
-            self._sliced = False
+            if self._sliced is not None:
+                self._sliced.unread += 1
+                self._sliced = None
             self._stats.steps += 1
             self._stats.real_tokens += plan.num_tokens
             self._stats.padded_tokens += plan.size - plan.num_tokens
         self._encode(wait=not self._in_flight)
+        if plan is None and not self._in_flight and self._blocks.swapped:
+            time.sleep(LOADING)  # all that is left to do waits for the host tier
         if not self._in_flight or (plan is not None and len(self._in_flight) == 1):
             return []
         return self._read(self._in_flight.popleft())
@@ -229,35 +304,49 @@ class Engine:
             log_event(event)
 
     def _encode(self, *, wait: bool) -> None:
-        """Dispatches the next slice of the vision tower, if there is one and the last one has ended. With `wait`, as
-        there is no step to read meanwhile, waits for that."""
+        """Dispatches the next slice of the vision tower, if there is one, the last one has ended, and those who decode
+        can spare the time. With `wait`, as there is no step to read meanwhile, waits for that."""
         encoder = self._encoder
         if encoder is None or self._features is None:
             return
         if encoder.busy:
-            if not (wait or encoder.is_ready):
+            call = self._encoding
+            assert call is not None
+            seconds = self.cost.seconds(call.shape) / encoder.num_slices
+            if not (wait or (encoder.is_ready and self._scheduler.may_encode(seconds))):
                 return
             done = encoder.advance()
-            self._encoding += encoder.slice_seconds[-1] if wait else math.nan
+            if self._sliced is not None:  # no step was dispatched behind the last slice
+                call.seconds += encoder.slice_seconds[-1] if wait else math.nan
             if done:
                 self._scheduler.encoded(done)
                 self.recorder.encoded(done, time.monotonic())
-                if math.isfinite(self._encoding):
-                    self.cost.observe(encoder.shape_of(done), self._encoding)
+                call.done = True
+                self._learn(call)
         elif batch := self._scheduler.next_batch():
             self.recorder.encoding(batch, time.monotonic())
             encoder.begin(batch, [self._features.cache.rows(span.key) for span in batch])
-            self._encoding = 0.0
+            self._encoding = _Encoding(shape=encoder.shape_of(batch))
         else:
             return
-        self._sliced = True
+        self._sliced = self._encoding
+
+    def _learn(self, call: "_Encoding") -> None:
+        """What a call of the tower took, once all its slices are accounted for."""
+        if call.done and not call.unread and math.isfinite(call.seconds):
+            self.cost.observe(call.shape, call.seconds)
+            call.seconds = math.nan  # once
 
     def _read(self, result: StepResult) -> list[Delta]:
         sampled, scored = result.read()
         ready = time.monotonic()
         seconds = ready - max(self._last_ready, result.dispatched)
         self._seconds.append(seconds)
-        if not self._after_slice.popleft():  # else a slice of the vision tower is in its time
+        if call := self._after_slice.popleft():  # a slice of the vision tower is in its time
+            call.seconds += max(seconds - self.cost.seconds(result.plan.shape), 0.0)
+            call.unread -= 1
+            self._learn(call)
+        else:
             self.cost.observe(result.plan.shape, seconds)
         self._last_ready = ready
         self._failures = 0
@@ -283,6 +372,7 @@ class Engine:
         """A step that raised has lost the donated pool: start from fresh arrays, and compute again what ran."""
         self._in_flight.clear()
         self._after_slice.clear()
+        self._sliced = None
         self._scheduler.reset()
         self._runner.reset()
 
@@ -326,6 +416,7 @@ class Engine:
             token_ids=(token,),
             logprobs=logprobs,
             prompt_logprobs=self._take_prompt_logprobs(sequence),
+            cached_tokens=sequence.cached,
         )
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
@@ -348,6 +439,7 @@ class Engine:
             prompt_logprobs=self._take_prompt_logprobs(sequence),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            cached_tokens=sequence.cached,
             error=error,
         )
         if not self._scheduler.has(sequence.request.id):
@@ -401,6 +493,14 @@ class Engine:
             num_requests_waiting=len(self._scheduler.waiting),
             kv_cache_usage=self._pool.usage,
             num_preemptions=self._scheduler.num_preemptions,
+            prefix_queries=dict(self._blocks.queries),
+            prefix_hits=dict(self._blocks.hits),
+            pool=pool_usage(self._pool, [*self._scheduler.running, *self._scheduler.waiting]),
+            swap=None if self._tier is None else self._tier.stats(),
+            blocks_swapped=self._blocks.swapped,
+            blocks_swapped_out=self._blocks.swapped_out,
+            blocks_swapped_in=self._blocks.swapped_in,
+            tokens_dropped=self._blocks.dropped,
             compiles_after_warmup=compat.compilations() - self._compiled_at_start,
             requests_finished=dict(self._stats.requests_finished),
             host_gap_seconds=tuple(self._gaps),

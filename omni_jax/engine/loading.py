@@ -106,7 +106,10 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         default_sampling=_default_sampling(generation) if config.generation_config == "auto" else {},
         num_blocks=num_blocks,
         block_size=runner_config.block_size,
-        kv_cache_bytes=runner_config.num_pages * block_bytes(model, block_size=runner_config.block_size, dtype=dtype),
+        kv_cache_bytes=runner_config.num_pages
+        * block_bytes(
+            model, block_size=runner_config.block_size, dtype=dtype, kv_cache_dtype=runner_config.kv_cache_dtype
+        ),
         weight_bytes=weights.nbytes,
         executables=tuple((" ".join(map(str, key)), e.seconds) for key, e in executables.items()),
         compile_seconds=seconds,
@@ -176,8 +179,11 @@ def _size(config, model, weights, device, dtype, eos_token_ids, encoder) -> tupl
         dtype=dtype,
         eos_token_ids=eos_token_ids,
         encoder=encoder,
+        kv_cache_dtype=config.kv_cache_dtype,
+        swap=config.swap_space > 0 and config.preemption_mode != "recompute",
+        compression=config.enable_adaptive_compression,
     )
-    per_block = block_bytes(model, block_size=block_size, dtype=dtype)
+    per_block = block_bytes(model, block_size=block_size, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
     memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, device)
     longest = -(-wanted // block_size)
     # Rounded up what is needed, and down what there is room for: a cache that is just large enough stays large enough.

@@ -36,7 +36,7 @@ class Delta:
         prompt_logprobs: only in the first delta of index 0 when asked for: one entry a prompt token, the first None.
         finish_reason: set in the last delta of this continuation.
         stop_reason: the stop string or token id that ended it, when one did.
-        cached_tokens: prompt tokens that came from the prefix cache; in the delta that has the first token.
+        cached_tokens: prompt tokens that came from the prefix cache.
         error: what went wrong, with finish_reason "error"; safe to show to a client.
     """
 

@@ -8,6 +8,7 @@ from omni_jax.requests.outputs import FinishReason
 from omni_jax.requests.request import Request
 
 if TYPE_CHECKING:
+    from omni_jax.scheduling.blocks import Swapped
     from omni_jax.segments import Segment
 
 
@@ -28,11 +29,14 @@ class Sequence:
         pending: tokens sampled by steps whose result was not read; at most 1 whenever a step is planned.
         computed: tokens in the cache, counting steps that were dispatched and not read.
         blocks: blocks of the cache it holds, in order.
-        on_device_blocks: how many of them the device's block table lists; 0 until its slot is written.
+        on_device: its slot's sampling state was written.
+        on_device_blocks: how many of its blocks the device's block table lists.
         slot: its row of sampling state on the device while it runs.
         digests: of its full blocks, as far as they were needed; see memory.prefix.
         registered: blocks, from the first on, that the prefix cache has looked at or been given.
         dropped: rows of the cache that compression has taken: it holds computed - dropped.
+        cached: prompt tokens that it found in the prefix cache.
+        swapped: what it has on the host; see scheduling.blocks.
         children: siblings that wait for this one's prefill, to share its full blocks.
         scored: prompt tokens whose logprobs were handed out (with prompt_logprobs).
         media_passed: spans of the request's media that computed tokens have left behind.
@@ -54,11 +58,14 @@ class Sequence:
     pending: int = 0
     computed: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
+    on_device: bool = False
     on_device_blocks: int = 0
     slot: int | None = None
     digests: list[bytes] = dataclasses.field(default_factory=list)
     registered: int = 0
     dropped: int = 0
+    cached: int = 0
+    swapped: "Swapped | None" = None
     children: list["Sequence"] = dataclasses.field(default_factory=list)
     scored: int = 0
     media_passed: int = 0
@@ -98,6 +105,11 @@ class Sequence:
     def rows(self) -> int:
         """Rows of the cache it holds."""
         return self.computed - self.dropped
+
+    @property
+    def reached(self) -> int:
+        """Tokens that need not be computed again: those in the cache, or what there will be once the rest is back."""
+        return self.computed if self.swapped is None else self.swapped.computed
 
     def segment_at(self, place: int) -> "Segment | None":
         """The segment that a place of the prompt lies in; None behind the prompt, and without segments."""

@@ -182,6 +182,11 @@ class Encoder:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     @property
+    def num_slices(self) -> int:
+        """Slices of a call: those of layers, and the merger's."""
+        return len(self._first_layers()) + 1
+
+    @property
     def busy(self) -> bool:
         return self._call is not None
 

@@ -1,15 +1,19 @@
 """Which tokens of which sequences run in the next step. Pure Python: no JAX, and no clock of its own."""
 
+from omni_jax.scheduling.blocks import Blocks, Compression, Swap
 from omni_jax.scheduling.buckets import Buckets, default_buckets, patch_buckets
 from omni_jax.scheduling.discipline import Discipline, FirstCome, SLOFirst
+from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig
 from omni_jax.scheduling.plan import Row, StepPlan
-from omni_jax.scheduling.scheduler import Accepted, Event, Scheduler
+from omni_jax.scheduling.scheduler import Accepted, Scheduler
 
 __all__ = [
     "Accepted",
+    "Blocks",
     "Buckets",
+    "Compression",
     "Discipline",
     "Event",
     "Features",
@@ -19,6 +23,7 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "StepPlan",
+    "Swap",
     "default_buckets",
     "patch_buckets",
 ]

@@ -7,6 +7,7 @@ small ones. What a waiting sequence holds may be taken back for one that comes b
 other needs cannot block each other.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -48,9 +49,9 @@ class Features:
         self._asking.discard(sequence)
 
     def leave_behind(self, sequence: Sequence) -> None:
-        """Gives back the features of spans that lie wholly within the computed tokens."""
+        """Gives back the features of spans that lie wholly within the tokens that need not be computed again."""
         media = sequence.request.media
-        while sequence.media_passed < len(media) and media[sequence.media_passed].stop <= sequence.computed:
+        while sequence.media_passed < len(media) and media[sequence.media_passed].stop <= sequence.reached:
             if sequence.media_passed < sequence.media_held:
                 self.cache.release(media[sequence.media_passed].key)
             sequence.media_passed += 1
@@ -109,6 +110,12 @@ class Features:
 
     def _is_there(self, sequence: Sequence, index: int) -> bool:
         return index < sequence.media_held and self.cache.is_ready(sequence.request.media[index].key)
+
+    def awaiting(self, *queues: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Those of some sequences whose next picture is being encoded, or is to be."""
+        for sequence in itertools.chain(*queues):
+            if sequence.media_passed < sequence.media_held and not self._is_there(sequence, sequence.media_passed):
+                yield sequence
 
     def in_row(self, sequence: Sequence, start: int, stop: int) -> tuple[tuple[int, np.ndarray], ...]:
         """(place in the row, rows of the feature array) for each span that tokens start to stop of a sequence touch."""

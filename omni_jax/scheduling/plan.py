@@ -21,6 +21,7 @@ class Row:
         sample: the stretch reaches the end of what there is, so that a next token is sampled.
         score: prompt positions in the stretch get logprobs.
         admit: the slot is new to the sequence: its sampling state and whole block table are written first.
+        moved: compression has put the sequence into other blocks: its whole block table is written anew.
         first_new_block: where in the block table the new blocks stand.
         new_blocks: blocks that the device's block table does not have yet.
         dropped: rows that its cache has lost: the token at position p lies in cache row p - dropped.
@@ -37,6 +38,7 @@ class Row:
     admit: bool
     first_new_block: int
     new_blocks: tuple[int, ...]
+    moved: bool = False
     dropped: int = 0
     features: tuple[tuple[int, np.ndarray], ...] = ()
 

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 from omni_jax.requests import MediaSpan, Request
 from omni_jax.requests import Sequence as Continuation
@@ -168,20 +168,13 @@ def request_class(request: Request) -> Modality:
     return "text"
 
 
-def preemption_cause(event: Event) -> Literal["blocks", "class", "other"]:
-    """Why, in one of few words, as a metric's label: a sequence that decodes needed blocks, or somebody of a more
-    urgent class came. The event's reason names requests."""
-    if "blocks were needed" in event.reason:
-        return "blocks"
-    return "class" if "more urgent class" in event.reason else "other"
-
-
 def log_event(event: Event) -> None:
     """One line for each pause and preemption; getting the turn back is worth a DEBUG line."""
     sequence = event.sequence
     name = f"{sequence.request.id}[{sequence.index}]"
     if event.kind == "preempt":
-        logger.info("preempted %s: %s (it lost %d blocks)", name, event.reason, event.blocks)
+        how = "swapped out" if event.swapped else "lost"
+        logger.info("preempted %s: %s (%d blocks %s)", name, event.reason, event.blocks, how)
     elif event.kind == "pause":
         logger.info("paused %s after %d of %d tokens: %s", name, sequence.computed, sequence.num_prompt, event.reason)
     else:
@@ -228,7 +221,7 @@ class Recorder:
         self, *, segments: bool = False, sink: Callable[[Record], None] | None = None, log_segments: bool = False
     ):
         self.pauses = self.resumes = self.blocks_taken = 0
-        self.preemptions: dict[str, int] = {"blocks": 0, "class": 0, "other": 0}
+        self.preemptions: dict[str, int] = {"blocks": 0, "class": 0}
         self._segments, self._sink, self._log_segments = segments or log_segments, sink, log_segments
         self._live: dict[Continuation, _Progress] = {}
         self._disturbed: dict[Continuation, list[int]] = {}  # pauses and preemptions of live continuations
@@ -283,7 +276,7 @@ class Recorder:
         elif event.kind == "resume":
             self.resumes += 1
         else:
-            self.preemptions[preemption_cause(event)] += 1
+            self.preemptions[event.cause] += 1
             self.blocks_taken += event.blocks
             disturbed[1] += 1
 

@@ -26,13 +26,14 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Iterable
-from typing import Literal
 
 from omni_jax.cost import CostModel, StepShape
 from omni_jax.memory import BlockPool
 from omni_jax.requests import InvalidRequest, MediaSpan, Request, Sequence
 from omni_jax.requests.outputs import FinishReason
-from omni_jax.scheduling.discipline import Discipline, FirstCome
+from omni_jax.scheduling.blocks import Blocks
+from omni_jax.scheduling.discipline import Discipline, FirstCome, deadline
+from omni_jax.scheduling.events import Cause, Event, name
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig, output_room
 from omni_jax.scheduling.plan import Row, StepPlan
@@ -53,24 +54,6 @@ class Accepted:
     index: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Event:
-    """Something that a person who watches the scheduler wants to know.
-
-    Attributes:
-        kind: a sequence lost its turn (pause) or got it back (resume), or lost its slot, or its slot and blocks
-            (preempt).
-        sequence: whose.
-        reason: in words.
-        blocks: how many it lost.
-    """
-
-    kind: Literal["pause", "resume", "preempt"]
-    sequence: Sequence
-    reason: str
-    blocks: int = 0
-
-
 class Scheduler:
     """Holds every live request, from admission to its last token.
 
@@ -78,6 +61,7 @@ class Scheduler:
         features: the encoder cache, for a model that reads pictures; without it no request has any.
         discipline: the order of service.
         cost: predicts how long a step takes; without it, steps are as large as the budget.
+        blocks: what is cached, swapped and compressed; without it nothing is.
 
     Attributes:
         events: what has happened since somebody emptied the list.
@@ -91,6 +75,7 @@ class Scheduler:
         *,
         discipline: Discipline | None = None,
         cost: CostModel | None = None,
+        blocks: Blocks | None = None,
     ):
         if pool.num_usable * pool.block_size < config.max_model_len:
             raise ValueError(
@@ -99,11 +84,14 @@ class Scheduler:
             )
         self.config = config
         self.pool = pool
+        self.blocks = blocks or Blocks(pool)
         self.features = features
         self.discipline: Discipline = discipline or FirstCome()
         self.cost = cost
         self.events: list[Event] = []
         self._planned_at = 0.0
+        self._decoding: list[Sequence] = []  # in the plan made last
+        self._step_seconds = 0.0  # that it is predicted to take
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
@@ -146,6 +134,8 @@ class Scheduler:
         self._arrivals += 1
         self._live[request.id] = sequences
         sequences[0].children = sequences[1:]
+        if request.media and (hits := self.blocks.match(sequences[0])):
+            self.blocks.take(sequences[0], hits)  # so that no picture is encoded whose keys and values are there
         self._enqueue(sequences[0])
         return sequences
 
@@ -155,6 +145,10 @@ class Scheduler:
             return
         self._fork(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if reason == "error":
+            self.forget_prefixes()  # logits that are no numbers may come from what is cached
+        self.blocks.register(sequence)
+        self.blocks.forget(sequence)
         _remove(self.running if sequence.slot is not None else self.waiting, sequence)
         self._release(sequence)
         siblings = self._live[sequence.request.id]
@@ -173,14 +167,25 @@ class Scheduler:
         live = [s for family in self._live.values() for s in family if s.finish_reason is None]
         hidden = {child for sequence in live for child in sequence.children}  # in no queue yet: they ask for nothing
         for sequence in live:
+            if sequence.pending or sequence.blocks:
+                self.blocks.forget(sequence)  # what it rests on is lost, or its last rows were never written
             sequence.pending = 0
             if sequence.slot is not None:
-                self._preempt(sequence)
+                self._cut(sequence, 0)
+                self._queue_again(sequence)
             elif sequence not in hidden:
                 self._release(sequence)
                 self._ask_again(sequence)
+        self.forget_prefixes()
         if self.features is not None:
             self.features.cache.clear()
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache; what runs goes on."""
+        for family in self._live.values():
+            for sequence in family:
+                sequence.registered = 0
+        self.pool.clear_cache()
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
@@ -188,16 +193,17 @@ class Scheduler:
         """The next step, or None when there is nothing to compute. Everything planned counts as computed from here
         on."""
         by_deadline = self.discipline.by_deadline
-        self._planned_at = now
-        if self.features is not None:
-            self.features.ask(self.waiting, lambda sequence: self.discipline.rank(sequence, now))
+        before, self._planned_at = self._planned_at, now
+        self.pool.now = now
+        self._ask()
         if by_deadline:
             self._make_way(now)
         decoding, prefilling = self._catching_up(now)
+        self._decoding, self._step_seconds = decoding, 0.0
         budget = self._most_tokens(decoding, now) - len(decoding)
         wanted = sum(self._computable(s) for s in prefilling)
         # By deadline, who waits may come before who runs; first come, first served, who runs came before.
-        admissible = self._admissible(budget if by_deadline else budget - wanted, now)
+        admissible = self._admissible(budget if by_deadline else budget - wanted, prefilling, before)
         wanted = min(budget, wanted + sum(self._computable(s) for s in admissible))
         if not decoding and not wanted:
             return None
@@ -215,7 +221,15 @@ class Scheduler:
         decode = all(row.count == 1 and not row.score for row in rows)
         buckets = self.config.buckets
         size = buckets.cover_decode(len(rows)) if decode else buckets.cover_mixed(sum(row.count for row in rows))
-        return StepPlan(rows=tuple(rows), decode=decode, size=size)
+        plan = StepPlan(rows=tuple(rows), decode=decode, size=size)
+        if by_deadline and self.cost is not None and self.features is not None:
+            self._step_seconds = self.cost.seconds(plan.shape)
+        return plan
+
+    def _ask(self) -> None:
+        """Takes references to the features that sequences need, in the order of service."""
+        if self.features is not None:
+            self.features.ask(self.waiting, lambda sequence: self.discipline.rank(sequence, self._planned_at))
 
     def _in_order(self, queue: list[Sequence], now: float) -> list[Sequence]:
         """A copy of a queue in the order of service. Both queues are kept in order of arrival."""
@@ -259,15 +273,25 @@ class Scheduler:
                 prefilling.append(sequence)
             elif sequence.computed >= sequence.num_prompt and sequence.remaining <= 0:
                 continue  # (a): its end is in flight
-            elif self._grow(sequence, now):
+            elif self._shrink(sequence) or self._grow(sequence, now):
                 decoding.append(sequence)
         if self.num_preemptions != before:
             decoding, prefilling = ([s for s in some if s.slot is not None] for some in (decoding, prefilling))
         return decoding, prefilling
 
+    def _shrink(self, sequence: Sequence) -> bool:
+        """Compresses a decoding sequence where that frees a block: then it also has room for its next token."""
+        if self.blocks.compression is None or sequence.computed < sequence.num_prompt:
+            return False
+        return self.blocks.compress(sequence, self._unreserved() + self.blocks.reserve(sequence))
+
+    def _unreserved(self) -> int:
+        """Free blocks that are not kept for running sequences to grow by."""
+        return self.pool.num_free - sum(self.blocks.reserve(s) for s in self.running)
+
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Blocks for one more token; whoever is served last is preempted for it, at worst the sequence itself."""
-        missing = self.pool.blocks_for(sequence.computed + 1) - len(sequence.blocks)
+        missing = self.pool.blocks_for(sequence.rows + 1) - len(sequence.blocks)
         if missing <= 0:
             return True
         while True:
@@ -277,12 +301,14 @@ class Scheduler:
                 return True
             if self._release_shared(besides=sequence):
                 continue
-            victim, keep = self.running[-1], 0
+            losers = [s for s in self.running if self.blocks.may_lose(s)]
+            if not losers:
+                return False
+            victim, keep = losers[-1], 0
             if self.discipline.by_deadline:
-                victim = max(self.running, key=lambda s: self.discipline.rank(s, now))
-                keep = 0 if victim is sequence else len(victim.blocks) - missing
-            self._preempt(victim, keep=keep, reason=f"its blocks were needed by {_name(sequence)}, which decodes")
-            if victim is sequence:
+                victim = max(losers, key=lambda s: self.discipline.rank(s, now))
+                keep = 0 if victim is sequence else max(len(victim.blocks) - missing, 0)
+            if not self._preempt(victim, keep, "blocks", sequence) or victim is sequence:
                 return False
 
     def _make_way(self, now: float) -> None:
@@ -292,17 +318,17 @@ class Scheduler:
         Who takes is judged by its class, who gives by the class it had risen to when it was admitted: so two do not
         take from each other in turn, and who was admitted because it had waited for long keeps what it has.
         """
-        holders = [s for s in (*self.running, *self.waiting) if s.admitted_class < math.inf]
+        holders = [s for s in (*self.running, *self.waiting) if s.admitted_class < math.inf and self.blocks.may_lose(s)]
         least = max((s.admitted_class for s in holders), default=-math.inf)
         if not any(s.most_urgent < least for s in self.waiting):
             return
-        slots, free = len(self._free_slots), self.pool.num_free - len(self.running)
+        slots, free = len(self._free_slots), self._unreserved()
         for sequence in self._in_order(self.waiting, now):
             if sequence.priority >= least:
                 continue
             if sequence.pending or (self.features is not None and not self.features.starts(sequence)):
                 continue
-            need = self.pool.blocks_for(len(sequence.known)) - len(sequence.blocks)
+            need = self.blocks.missing(sequence, self.blocks.match(sequence))
             if slots < 1 or need > free:
                 less = [s for s in holders if s.admitted_class > sequence.priority and (s.slot is not None or s.blocks)]
                 obtainable = free + sum(len(s.blocks) for s in less)
@@ -310,33 +336,38 @@ class Scheduler:
                     continue
                 less.sort(key=lambda s: self.discipline.rank(s, now))
                 self._give_up(sequence, less, slots < 1, need - free)
-                slots, free = len(self._free_slots), self.pool.num_free - len(self.running)
+                slots, free = len(self._free_slots), self._unreserved()
             slots, free = slots - 1, free - need - 1
 
     def _give_up(self, taker: Sequence, less: list[Sequence], slot: bool, blocks: int) -> None:
         """Takes a slot and `blocks` from the last of `less`, which are in order."""
-        reason = f"{_name(taker)} is of a more urgent class"
         while (slot or blocks > 0) and less:
             victim = less.pop()
-            lost = min(len(victim.blocks), max(blocks, 0))
+            keep = len(victim.blocks) - min(len(victim.blocks), max(blocks, 0))
             before = self.pool.num_free
             if victim.slot is not None:
-                self._preempt(victim, keep=len(victim.blocks) - lost, reason=reason)
-                slot = False
-            elif lost:
-                self._cut(victim, len(victim.blocks) - lost)
+                slot = not self._preempt(victim, keep, "class", taker) and slot
+            elif keep < len(victim.blocks):
+                self._take_from(victim, keep, "class", taker)
                 self._ask_again(victim)
-                self.events.append(Event(kind="preempt", sequence=victim, reason=reason, blocks=lost))
             blocks -= self.pool.num_free - before
 
-    def _admissible(self, budget: int, now: float) -> list[Sequence]:
-        """Waiting sequences that could start now, in order, until the budget is used. Nothing is taken yet."""
+    def _admissible(self, budget: int, prefilling: list[Sequence], before: float) -> list[Sequence]:
+        """Waiting sequences that could start now, in order, until the budget is used. What the cache has of them they
+        hold from here on; nothing else is taken yet.
+
+        Args:
+            prefilling: those that run. Who would compute the same next block as one of them, or as one found here, lets
+                it, as long as that one had its turn in the plan made `before`.
+        """
         if budget <= 0 or not self._free_slots:
             return []
-        found, free, slots = [], self.pool.num_free, len(self._free_slots)
-        # Room for each running sequence to grow by a block, or what is admitted would soon be preempted again.
-        reserve = len(self.running)
-        for sequence in self._in_order(self.waiting, now):
+        blocks, found, slots = self.blocks, [], len(self._free_slots)
+        # Room for each running sequence to grow, or what is admitted would soon be preempted again; and what is found
+        # will take, once it is admitted.
+        kept = sum(blocks.reserve(s) for s in self.running)
+        coming = {blocks.next_digest(s) for s in prefilling if s.served_at >= before} - {None}
+        for sequence in self._in_order(self.waiting, self._planned_at):
             if budget <= 0 or slots <= len(found):
                 break
             if sequence.pending:  # (d)
@@ -345,16 +376,43 @@ class Scheduler:
                 break  # nothing overtakes it
             if self.features is not None and not self.features.starts(sequence):
                 continue
-            need = self.pool.blocks_for(len(sequence.known)) - len(sequence.blocks)
-            while need + reserve > free and not self.running and not found and self._release_shared(besides=sequence):
-                free = self.pool.num_free
-            if need + (reserve if self.running or found else 0) > free:
+            if sequence.swapped is not None and not self._swapped_back(sequence):
+                continue
+            hits = blocks.match(sequence)
+            ahead = blocks.next_digest(sequence, len(hits))
+            if ahead in coming:
+                continue
+            need = blocks.missing(sequence, hits)
+            own = blocks.reserve(sequence)
+            alone = not self.running and not found
+            if blocks.compression is not None:
+                least = need + own + kept
+            else:
+                least = need if alone else need + kept
+            while alone and least > self.pool.num_free and self._release_shared(besides=sequence):
+                pass
+            if least > self.pool.num_free:
                 break
+            if hits:
+                need -= sum(self.pool.references(block) == 0 for block in hits)
+                blocks.take(sequence, hits)
+                if self.features is not None:
+                    self.features.leave_behind(sequence)
+                    if not self.features.starts(sequence):  # its next picture is behind the hits
+                        self._ask()
+                        continue
             found.append(sequence)
-            free -= need
-            reserve += 1
+            if ahead is not None:
+                coming.add(ahead)
+            kept += need + own
             budget -= self._computable(sequence)
         return found
+
+    def _swapped_back(self, sequence: Sequence) -> bool:
+        """Whether what was swapped out of a waiting sequence could be brought back at once."""
+        assert self.blocks.swap is not None
+        assert sequence.swapped is not None
+        return self.blocks.swap.is_ready(sequence.swapped.parcel)
 
     def _shares(self, candidates: list[Sequence], left: int, now: float) -> list[tuple[Sequence, int]]:
         """How many tokens each candidate gets of those that are left; who gets some is admitted."""
@@ -399,28 +457,33 @@ class Scheduler:
         for sequence in prefilling:
             if sequence.slot is not None and sequence.computed and sequence.served_at != now and not sequence.paused:
                 sequence.paused = True
-                self.events.append(
-                    Event(kind="pause", sequence=sequence, reason="more urgent segments took the budget")
-                )
+                self.events.append(Event(kind="pause", sequence=sequence, cause="budget"))
 
     def _computable(self, sequence: Sequence) -> int:
-        """How many of a sequence's uncomputed tokens could be computed now."""
+        """How many of a sequence's uncomputed tokens could be computed now, what is swapped out being back."""
+        if sequence.swapped is not None:
+            return len(sequence.known) - sequence.reached
         if self.features is None or not sequence.request.media:
             return sequence.uncomputed
         return self.features.computable(sequence)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
-        need = self.pool.blocks_for(len(sequence.known)) - len(sequence.blocks)
+        need = self.blocks.missing(sequence)
         taken = self.pool.allocate(need) if need > 0 else []
         if taken is None:
             return False
         sequence.blocks += taken
+        if sequence.swapped is not None and not self.blocks.restore(sequence) and self.features is not None:
+            self.features.release(sequence)
+            self._ask_again(sequence)
         sequence.slot = self._free_slots.pop()
         _remove(self.waiting, sequence)
         bisect.insort(self.running, sequence, key=lambda s: s.order)
         sequence.admitted_class = self.discipline.rank(sequence, now)[0]
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
+            if not sequence.index:
+                self.blocks.count(sequence)
         return True
 
     def _row(self, sequence: Sequence, count: int, now: float) -> Row:
@@ -434,17 +497,20 @@ class Scheduler:
             feedback=sequence.pending > 0,
             sample=count == sequence.uncomputed and sequence.remaining > 0,
             score=sequence.wants_prompt_logprobs,
-            admit=sequence.on_device_blocks == 0,
+            admit=not sequence.on_device,
+            moved=sequence.on_device and sequence.on_device_blocks == 0,
+            dropped=sequence.dropped,
             first_new_block=sequence.on_device_blocks,
             new_blocks=tuple(sequence.blocks[sequence.on_device_blocks :]),
             features=self.features.in_row(sequence, start, end) if self.features and sequence.request.media else (),
         )
-        sequence.on_device_blocks = len(sequence.blocks)
+        sequence.on_device, sequence.on_device_blocks = True, len(sequence.blocks)
         sequence.computed = end
+        self.blocks.register(sequence)
         sequence.served_at = now
         if sequence.paused:
             sequence.paused = False
-            self.events.append(Event(kind="resume", sequence=sequence, reason="its turn has come"))
+            self.events.append(Event(kind="resume", sequence=sequence, cause="turn"))
         if self.features is not None and sequence.request.media:
             self.features.leave_behind(sequence)
         sequence.pending += row.sample
@@ -457,6 +523,22 @@ class Scheduler:
         if self.features is None:
             return ()
         return self.features.next_batch(self._in_order([*self.running, *self.waiting], self._planned_at))
+
+    def may_encode(self, seconds: float) -> bool:
+        """Whether a slice of the encoder that takes so long may run beside the step planned last.
+
+        First come, first served: always. By deadline: not while somebody decodes who stands before all that wait for
+        pictures and would get its next token late. Who decodes faster than its objective soon has the lead that a slice
+        takes; and who waits rises by aging, so that no picture is put off for ever.
+        """
+        if not self.discipline.by_deadline or self.features is None:
+            return True
+        now = self._planned_at
+        late = [s for s in self._decoding if deadline(s) < now + self._step_seconds + seconds]
+        if not late:
+            return True
+        first = min(self.discipline.rank(s, now) for s in late)
+        return any(self.discipline.rank(s, now) < first for s in self.features.awaiting(self.running, self.waiting))
 
     def encoded(self, batch: Iterable[MediaSpan]) -> None:
         """Steps that are planned from now on find the features of `batch` on the device."""
@@ -473,6 +555,7 @@ class Scheduler:
         Args:
             now: when the tokens came, in the engine's seconds.
         """
+        self.pool.now = max(self.pool.now, now)
         accepted = []
         for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=True)):
             sequence = row.sequence
@@ -528,6 +611,7 @@ class Scheduler:
                 child.blocks = parent.blocks[:shared]
                 self.pool.share(child.blocks)
                 child.computed = shared * self.pool.block_size
+                child.digests, child.registered = list(parent.digests), min(parent.registered, shared)
                 self._enqueue(child)
 
     def _release(self, sequence: Sequence) -> None:
@@ -536,19 +620,31 @@ class Scheduler:
             self._release_slot(sequence)
 
     def _cut(self, sequence: Sequence, keep: int) -> None:
-        """Takes the blocks behind the first `keep` from a sequence. It holds no features afterwards, and its block
-        table has to be written anew."""
-        self.pool.free(reversed(sequence.blocks[keep:]))
-        del sequence.blocks[keep:]
-        sequence.computed = min(sequence.computed, keep * self.pool.block_size)
-        sequence.on_device_blocks = 0
+        """Takes the blocks behind the first `keep` from a sequence, to be computed again. It holds no features
+        afterwards."""
+        self.blocks.cut(sequence, keep)
         if self.features is not None:
             self.features.release(sequence)
+
+    def _take_from(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence) -> bool:
+        """The same for the sake of another; what is cheaper to bring back than to compute is swapped out. Whether
+        anything was taken."""
+        held = len(sequence.blocks)
+        swapped = self.blocks.take_from(sequence, keep)
+        if swapped is None:
+            return False
+        if self.features is not None:
+            self.features.release(sequence)
+        lost = held - len(sequence.blocks)
+        self.events.append(
+            Event(kind="preempt", sequence=sequence, cause=cause, by=name(by), blocks=lost, swapped=swapped)
+        )
+        return True
 
     def _release_shared(self, besides: Sequence) -> bool:
         """Takes back blocks that only a waiting sequence holds, the last to arrive; it will compute them again. Whether
         there was one."""
-        holders = [s for s in self.waiting if s.blocks and s is not besides]
+        holders = [s for s in self.waiting if s.blocks and not s.dropped and s is not besides]
         if not holders:
             return False
         kept = {block for s in (*self.running, besides) for block in s.blocks}
@@ -560,14 +656,17 @@ class Scheduler:
         self._ask_again(holder)
         return True
 
-    def _preempt(self, sequence: Sequence, *, keep: int = 0, reason: str | None = None) -> None:
-        """Sends a running sequence back to the queue, with its first `keep` blocks. With a reason it is told of."""
-        if reason is not None:
-            lost = len(sequence.blocks) - keep
-            self.num_preemptions += 1
-            self.events.append(Event(kind="preempt", sequence=sequence, reason=reason, blocks=lost))
+    def _preempt(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence) -> bool:
+        """Sends a running sequence back to the queue, with its first `keep` blocks, for the sake of another. Whether it
+        went: a compressed one that cannot be swapped stays."""
+        if not self._take_from(sequence, keep, cause, by):
+            return False
+        self.num_preemptions += 1
+        self._queue_again(sequence)
+        return True
+
+    def _queue_again(self, sequence: Sequence) -> None:
         _remove(self.running, sequence)
-        self._cut(sequence, keep)
         self._release_slot(sequence)
         self._enqueue(sequence)
 
@@ -575,10 +674,7 @@ class Scheduler:
         assert sequence.slot is not None
         self._free_slots.append(sequence.slot)
         sequence.slot = None
-
-
-def _name(sequence: Sequence) -> str:
-    return f"{sequence.request.id}[{sequence.index}]"
+        sequence.on_device = False
 
 
 def _remove(queue: list[Sequence], sequence: Sequence) -> None:

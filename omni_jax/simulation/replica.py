@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from omni_jax.cost import CostModel, Kind, StepShape
-from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.memory import BlockPool, EncoderCache, make_recycling
 from omni_jax.requests import InvalidRequest, MediaSpan, Request
 from omni_jax.scheduling import (
+    Blocks,
     Buckets,
     Discipline,
     Features,
@@ -42,6 +43,8 @@ class ReplicaConfig:
         pack_patches: pictures share a call of the tower up to so many.
         encoder_slices: parts of equal length that a call of the tower runs in, one at most between two steps.
         host_seconds: from the beginning of a plan to its dispatch.
+        prefix_caching: requests that begin alike share blocks.
+        recycling: which cached block goes first; see memory.make_recycling.
         noise: standard deviation of the logarithm of a step's seconds, around what the cost model says.
     """
 
@@ -59,6 +62,8 @@ class ReplicaConfig:
     pack_patches: int = 1024
     encoder_slices: int = 33
     host_seconds: float = 0.5e-3
+    prefix_caching: bool = True
+    recycling: str = "by_modality"
     noise: float = 0.0
 
     def __post_init__(self):
@@ -176,12 +181,14 @@ class Replica:
                 pack_patches=config.pack_patches,
             )
             self._patch_buckets = patch_buckets(config.max_patches)
+        pool = BlockPool(config.usable_blocks + 1, config.block_size, recycling=make_recycling(config.recycling))
         self.scheduler = Scheduler(
             config.scheduler,
-            BlockPool(config.usable_blocks + 1, config.block_size),
+            pool,
             self._features,
             discipline=config.discipline,
             cost=cost,
+            blocks=Blocks(pool, prefix_caching=config.prefix_caching),
         )
         self._random = random.Random(f"{seed} {index}")
         self._in_flight: collections.deque[tuple[StepPlan, float]] = collections.deque()  # and when it is ready
@@ -233,7 +240,7 @@ class Replica:
 
         encoded = False
         if self._call is not None:
-            if self._call.ready <= issued:
+            if self._call.ready <= issued and self.scheduler.may_encode(self._call.slice_seconds):
                 encoded = self._slice(issued)
             elif not self._in_flight:
                 self._waits_for = self._slice

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from omni_jax.memory import make_recycling
 from omni_jax.segments import SLO, make_policy
 from omni_jax.simulation.workload import KINDS, Arrival, Bursts, Mix, generate, read_trace
 from serving.lab.settings import check_keys, read
@@ -47,6 +48,8 @@ class Arm:
         scheduling_policy: fcfs, or slo.
         enable_chunked_prefill: whether a prompt may be computed over several steps.
         max_num_batched_tokens: tokens of a step at most; the engine's where None.
+        enable_prefix_caching: requests that begin alike share blocks of the cache.
+        recycling_policy: which cached block goes first, as --recycling-policy takes it.
         aging_seconds: with slo, how long a request waits until it moves up by a class.
         slo: what the scheduler is told of a class's objectives, where that is not what the experiment says. Requests
             are judged by the experiment's in every arm.
@@ -58,12 +61,15 @@ class Arm:
     scheduling_policy: Literal["fcfs", "slo"] = "fcfs"
     enable_chunked_prefill: bool = True
     max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    recycling_policy: str = "by_modality"
     aging_seconds: float = 10.0
     slo: Mapping[str, SLO] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         _check_name(self.name)
         make_policy(self.segment_policy, allow_custom=True)
+        make_recycling(self.recycling_policy)
         check_keys(self.slo, KINDS, "slo")
         if not self.aging_seconds > 0:
             raise ValueError(f"aging_seconds must be above 0, got {self.aging_seconds}")

@@ -2,7 +2,7 @@
 
 Prompts are built and cut beforehand, so a run measures the engine, and neither tokenizers nor HTTP. An engine is
 started for each set of settings, and stays: its next run finds everything compiled and its step times learnt. Runs
-share no features of pictures.
+share no features of pictures and no blocks of the prefix cache.
 """
 
 import collections
@@ -78,6 +78,8 @@ class RealBackend:
             scheduling_policy=arm.scheduling_policy,
             aging_seconds=arm.aging_seconds if arm.scheduling_policy == "slo" else 10.0,
             enable_chunked_prefill=arm.enable_chunked_prefill,
+            enable_prefix_caching=arm.enable_prefix_caching,
+            recycling_policy=arm.recycling_policy,
         )
         if config not in self._engines:
             engine = self._engines[config] = Engine(config, self._progress)
@@ -115,7 +117,7 @@ def _prepare(engine: Engine, policy: Callable, arrival: Arrival, tag: str) -> Re
         dataclasses.replace(span, key=hashlib.sha256(span.key + tag.encode()).digest()) for span in request.media
     )
     segments = policy(prompt_view(request.prompt_ids, media, engine.tokenizer))
-    request = dataclasses.replace(request, media=media, segments=segments)
+    request = dataclasses.replace(request, media=media, segments=segments, cache_salt=tag)
     try:
         engine.check(request)
     except InvalidRequest as error:

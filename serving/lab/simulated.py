@@ -97,7 +97,12 @@ class SimulatedBackend:
         }
         given = {name: value for name, value in given.items() if value is not None}
         discipline = SLOFirst(aging_seconds=arm.aging_seconds) if arm.scheduling_policy == "slo" else FirstCome()
-        given |= {"chunked_prefill": arm.enable_chunked_prefill, "discipline": discipline}
+        given |= {
+            "chunked_prefill": arm.enable_chunked_prefill,
+            "discipline": discipline,
+            "prefix_caching": arm.enable_prefix_caching,
+            "recycling": arm.recycling_policy,
+        }
         dtype_bytes = 4 if settings.dtype == "float32" else 2
         kv_bytes = ModelSizes.from_config(self._config).kv_bytes_per_token(dtype_bytes)
         vision, pixels = self._model.vision, settings.max_pixels or MAX_PIXELS

@@ -435,8 +435,8 @@ def test_a_step_that_raises_is_recomputed(main, monkeypatch):
 def test_op_02_steps_that_keep_failing_end_the_engine(main, monkeypatch):
     engine = make_engine(main)
     failing(main, monkeypatch, ("mixed", 64), {0, 1})
-    for name in "ab":
-        engine.add(request(name, 20))
+    for name, length in (("a", 20), ("b", 21)):
+        engine.add(request(name, range(length, 0, -1)))
     assert engine.step() == []
     with pytest.raises(EngineError, match=r"2 steps in a row failed.*RuntimeError"):
         engine.step()

@@ -53,6 +53,12 @@ def test_page_counts_have_five_significant_bits(pages):
     assert pages < 1 or down >= 1
 
 
+@pytest.fixture(scope="module")
+def main():
+    """Compiled before `dry` keeps anything from being."""
+    return load_tiny("main")
+
+
 @pytest.fixture
 def dry(monkeypatch):
     """Loads and sizes without compiling anything."""
@@ -83,11 +89,11 @@ def test_room_for_every_sequence_when_memory_is_plenty_and_not_much_more(dry, ma
     assert info.kv_cache_bytes == info.num_blocks * BLOCK_BYTES
 
 
-def test_api_15_a_small_cache_shortens_the_context_everywhere(dry, caplog):
+def test_api_15_a_small_cache_shortens_the_context_everywhere(main, dry, caplog):
     info = dry(blocks=20).info
     assert info.max_model_len == 19 * 16
     assert "max_model_len is 304, all the KV cache holds" in caplog.text
-    engine = make_engine(load_tiny("main"), num_blocks=info.num_blocks, max_model_len=info.max_model_len)
+    engine = make_engine(main, num_blocks=info.num_blocks, max_model_len=info.max_model_len)
     answers = run(engine, request("fits", 300, greedy(max_tokens=None)), request("scored", 304, greedy(max_tokens=0)))
     assert len(answers["fits", 0].tokens) == 4
     with pytest.raises(InvalidRequest, match=r"context length is 304 .* 304 tokens and asks for 1 more"):

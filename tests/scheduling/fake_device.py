@@ -129,6 +129,10 @@ class FakeDevice:
             assert row.new_blocks == tuple(row.sequence.blocks)
             self._owner[row.slot] = row.sequence
             self._tables[row.slot] = [0] * self.pages_per_row
+        elif row.moved:
+            assert self._owner[row.slot] is row.sequence, "the slot was given away"
+            assert row.new_blocks == tuple(row.sequence.blocks)
+            self._tables[row.slot] = [0] * self.pages_per_row
         else:
             assert len(row.new_blocks) <= 1, "the packed buffer has room for one new block a row"
             assert self._owner[row.slot] is row.sequence, "the slot was given away"
@@ -150,18 +154,23 @@ class FakeDevice:
             for place, own in row.features:
                 given[place : place + len(own)] = [self._features[int(at)] for at in own]
         digest, scores = START, []
-        for position in range(row.start):
-            digest = self._read(table, position)
+        before = -1
+        for at in range(row.start - row.dropped):
+            position, digest = self._read(table, at)
+            assert position == at if not row.dropped else position > before
             assert digest == stream.digest(position), f"another's content at position {position} of {row}"
+            before = position
+        assert before == row.start - 1, "the latest token is not there"
         if given == [-1]:
             return (0 if row.sample else None), ()  # after logits that were no numbers: the row will be dropped
         for position, token in enumerate(given, row.start):
             assert token == stream.token(position)
-            block = table[position // self.block_size]
+            at = position - row.dropped
+            block = table[at // self.block_size]
             assert block, f"position {position} has no block: {row}"
             may_write(block)
             digest = extend(digest, token)
-            self._cache[block][position % self.block_size] = (position, digest)
+            self._cache[block][at % self.block_size] = (position, digest)
             if row.score and position < sequence.num_prompt - 1:
                 scores.append((digest, stream.token(position + 1)))
         if not row.sample:
@@ -171,10 +180,27 @@ class FakeDevice:
         self._last_token[row.slot] = (sequence, token)
         return token, tuple(scores)
 
-    def _read(self, table: list[int], position: int) -> int:
-        block = table[position // self.block_size]
-        assert block, f"reads position {position}, which has no block"
-        entry = self._cache[block][position % self.block_size]
-        assert entry is not None, f"reads position {position}, which was not written"
-        assert entry[0] == position
-        return entry[1]
+    def _read(self, table: list[int], at: int) -> tuple[int, int]:
+        block = table[at // self.block_size]
+        assert block, f"reads row {at}, which has no block"
+        entry = self._cache[block][at % self.block_size]
+        assert entry is not None, f"reads row {at}, which was not written"
+        return entry
+
+    def read_blocks(self, blocks: list[int]) -> list:
+        return [list(self._cache[block]) for block in blocks]
+
+    def write_blocks(self, blocks: list[int], data: list) -> None:
+        for block, content in zip(blocks, data, strict=True):
+            self._cache[block] = list(content)
+
+    def compact(self, source: list[int], rows: int, keep: int, target: list[int]) -> None:
+        """Drops the oldest rows but the first: which ones matters to a model, and not here."""
+        assert 0 < keep <= rows <= len(source) * self.block_size
+        assert len(set(target)) == len(target)
+        kept = [self._read(source, at) for at in range(rows)]
+        kept = kept[: keep - keep // 2] + (kept[-(keep // 2) :] if keep // 2 else [])
+        if kept[-1][0] != self._read(source, rows - 1)[0]:
+            kept[-1] = self._read(source, rows - 1)
+        for at in range(len(target) * self.block_size):
+            self._cache[target[at // self.block_size]][at % self.block_size] = kept[at] if at < keep else None

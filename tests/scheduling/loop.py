@@ -1,16 +1,30 @@
 """The engine's loop around a scheduler and the fake device, with everything checked that must hold at all times."""
 
 import collections
+import dataclasses
 import itertools
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from omni_jax.cost import CostModel
 from omni_jax.memory import BlockPool, EncoderCache
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
-from omni_jax.scheduling import Buckets, Discipline, Features, Scheduler, SchedulerConfig, StepPlan, default_buckets
+from omni_jax.scheduling import (
+    Blocks,
+    Buckets,
+    Compression,
+    Discipline,
+    Features,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+    default_buckets,
+)
 from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream, seen_prompt
+
+SLICE_SECONDS = 1.0  # that a slice of the encoder is said to take
 
 Ending = tuple[tuple[int, ...], str, str | int | None]  # tokens, finish reason, stop reason
 
@@ -20,7 +34,7 @@ class WatchedPool(BlockPool):
 
     def __init__(self, num_blocks: int, block_size: int):
         super().__init__(num_blocks, block_size)
-        self.references: collections.Counter[int] = collections.Counter()
+        self.counted: collections.Counter[int] = collections.Counter()
         self.shared_in: dict[int, int] = {}
         self.step = 0
 
@@ -28,32 +42,78 @@ class WatchedPool(BlockPool):
         taken = super().allocate(count)
         for block in taken or ():
             assert 0 < block < self.num_blocks
-            assert not self.references[block]
-            self.references[block] = 1
+            assert not self.counted[block]
+            self.counted[block] = 1
             self.shared_in.pop(block, None)
         return taken
 
     def share(self, blocks):
         blocks = list(blocks)
         super().share(blocks)
-        self.references.update(blocks)
+        self.counted.update(blocks)
         for block in blocks:
             self.shared_in.setdefault(block, self.step)
 
     def free(self, blocks):
         blocks = list(blocks)
         super().free(blocks)
-        self.references.subtract(blocks)
+        self.counted.subtract(blocks)
 
     def may_write(self, block: int) -> None:
         """Contract (c). The step that fills a block may also be the one in which it is shared."""
-        assert self.references[block] <= 1 or self.shared_in[block] == self.step, "writes to a shared block"
+        assert self.counted[block] <= 1 or self.shared_in[block] == self.step, "writes to a shared block"
 
 
 def picture(name: str, start: int, length: int) -> MediaSpan:
     """A picture of `length` tokens, and as many patches, at a place in the prompt."""
     patches = np.zeros((length, 1, 1, 1, 1), np.uint8)
     return MediaSpan(key=name.encode(), modality="image", start=start, length=length, grid=(1, length), patches=patches)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Parcel:
+    """Blocks that left the fake device; asked for so many times, it is ready."""
+
+    content: list
+    asks: int
+    lost: bool
+
+
+class FakeSwap:
+    """A Swap that refuses, takes its time and loses what it was given, by seed."""
+
+    def __init__(self, device: FakeDevice, seed: int, *, faults: bool = True):
+        self._device, self._random, self._faults = device, random.Random(seed), faults
+        self.parcels: set[Parcel] = set()
+        self.stored = self.loaded = 0
+
+    def store(self, sequence: Sequence, blocks: list[int], tokens: int) -> Parcel | None:
+        assert 0 < tokens <= len(blocks) * self._device.block_size
+        if self._faults and self._random.random() < 0.2:
+            return None
+        parcel = Parcel(
+            content=self._device.read_blocks(blocks),
+            asks=self._random.randrange(4),
+            lost=self._faults and self._random.random() < 0.2,
+        )
+        self.parcels.add(parcel)
+        self.stored += 1
+        return parcel
+
+    def is_ready(self, parcel: Parcel) -> bool:
+        parcel.asks -= 1
+        return parcel.asks < 0
+
+    def load(self, parcel: Parcel, blocks: list[int]) -> bool:
+        self.parcels.remove(parcel)
+        if parcel.lost:
+            return False
+        self._device.write_blocks(blocks, parcel.content)
+        self.loaded += 1
+        return True
+
+    def drop(self, parcel: Parcel) -> None:
+        self.parcels.remove(parcel)
 
 
 class Loop:
@@ -74,9 +134,13 @@ class Loop:
         feature_rows: int = 0,
         most_patches: int = 8,
         slices: int = 2,
+        prefix_caching: bool = False,
+        swap: int | None = None,
+        ratio: Callable[[int, int], float] | None = None,
     ):
         """`blocks` are the usable ones. With `feature_rows`, the model reads pictures, of `most_patches` a call at
-        most; a call of the encoder takes so many slices."""
+        most; a call of the encoder takes so many slices. `swap` is the seed of a FakeSwap, `ratio` what compression may
+        drop."""
         self.pool = WatchedPool(blocks + 1, block_size)
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -94,9 +158,18 @@ class Loop:
         self.encoding: tuple[MediaSpan, ...] = ()
         self.slices_left = 0
         self.encoded: collections.Counter[bytes] = collections.Counter()
-        self.scheduler = Scheduler(self.config, self.pool, self.features, discipline=discipline, cost=cost)
         self.device = FakeDevice(
             num_blocks=blocks + 1, block_size=block_size, slots=max_num_seqs, max_model_len=max_model_len
+        )
+        self.swap = None if swap is None else FakeSwap(self.device, swap)
+        self.blocks = Blocks(
+            self.pool,
+            prefix_caching=prefix_caching,
+            swap=self.swap,
+            compression=None if ratio is None else Compression(ratio=ratio, compact=self.device.compact),
+        )
+        self.scheduler = Scheduler(
+            self.config, self.pool, self.features, discipline=discipline, cost=cost, blocks=self.blocks
         )
         self.cases: dict[str, Case] = {}
         self.sequences: list[Sequence] = []
@@ -119,6 +192,7 @@ class Loop:
         media=(),
         segments=(),
         slo=None,
+        cache_salt="",
         **params,
     ):
         """A request; a prompt given by its length is made up. Returns its continuations."""
@@ -133,6 +207,7 @@ class Loop:
             media=tuple(media),
             segments=tuple(segments),
             slo=slo,
+            cache_salt=cache_salt,
         )
         added = self.scheduler.add(request)
         self.cases[request.id] = Case(request=request, stop_pair=stop_pair, nan_at=nan_at)
@@ -153,7 +228,8 @@ class Loop:
         self._encode()
         self.check()
         between()
-        busy = plan is not None or self.in_flight or self.encoding
+        loading = any(sequence.swapped is not None for sequence in self.scheduler.waiting)
+        busy = plan is not None or self.in_flight or self.encoding or loading
         assert busy or not self.scheduler.num_live or self.just_encoded, "there is work, and it does none"
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._commit(*self.in_flight.popleft())
@@ -167,6 +243,8 @@ class Loop:
         if self.features is None:
             return
         if self.encoding:
+            if self.in_flight and not self.scheduler.may_encode(SLICE_SECONDS):
+                return
             self.slices_left -= 1
             if not self.slices_left:
                 self.device.encode(self.encoding, [self.features.cache.rows(span.key) for span in self.encoding])
@@ -205,7 +283,7 @@ class Loop:
 
     def preempt(self, sequence: Sequence) -> None:
         """As if someone who came earlier had needed its blocks."""
-        self.scheduler._preempt(sequence)
+        self.scheduler._preempt(sequence, 0, "blocks", sequence)
         self.check()
 
     # -- what is compared ---------------------------------------------------------------------------------------------
@@ -252,7 +330,7 @@ class Loop:
         running, waiting = scheduler.running, scheduler.waiting
         live = [s for s in self.sequences if s.finish_reason is None]
         held = collections.Counter(block for s in self.sequences for block in s.blocks)
-        assert held == +pool.references
+        assert held == +pool.counted
         assert pool.num_used == len(held)
         assert pool.num_used + pool.num_free == pool.num_usable
         for queue in (running, waiting):
@@ -268,8 +346,13 @@ class Loop:
             assert sequence.pending == flying or sequence.finish_reason is not None
             assert (sequence.slot is not None) == (sequence in running)
             assert len(set(sequence.blocks)) == len(sequence.blocks)
+            assert sequence.rows <= len(sequence.blocks) * pool.block_size
             if sequence.finish_reason is not None:
                 assert not sequence.blocks
+                assert sequence.swapped is None
+        if self.swap is not None:
+            assert self.swap.parcels == {s.swapped.parcel for s in live if s.swapped is not None}
+            assert self.blocks.swapped == sum(s.swapped.count for s in live if s.swapped is not None)
         assert scheduler.num_live == len({s.request.id for s in live})
         if self.features is not None:
             self._check_features()
@@ -294,6 +377,7 @@ class Loop:
         assert self.scheduler.num_live == 0
         assert self.pool.num_used == 0
         assert self.pool.usage == 0.0
+        assert self.swap is None or not self.swap.parcels
         assert self.features is None or self.features.cache.usage == 0.0 or self.encoding
         assert not self.in_flight
 
@@ -321,12 +405,12 @@ class Loop:
             reaches = row.start + row.count == sequence.num_prompt + sampled
             assert row.sample == (reaches and sampled < sequence.max_output)
             assert not row.score or row.start < sequence.num_prompt - 1
-            assert row.start + row.count <= len(sequence.blocks) * self.pool.block_size
+            assert row.start + row.count - row.dropped <= len(sequence.blocks) * self.pool.block_size
             self.computed[sequence] += row.count
             self.admitted[sequence] += row.admit
 
-        if self.scheduler.discipline.by_deadline:
-            return
+        if self.scheduler.discipline.by_deadline or self.blocks.prefix_caching or self.swap is not None:
+            return  # who waits for a block that another computes, or for one to be loaded, is overtaken
         # First come, first served: who is let in goes before all that could have been let in and were not.
         admitted = [row.sequence.order for row in rows if row.admit]
         left = [

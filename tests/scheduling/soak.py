@@ -18,7 +18,16 @@ import numpy as np
 from omni_jax.cost import StepShape
 from omni_jax.memory import BlockPool, EncoderCache
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
-from omni_jax.scheduling import Features, FirstCome, Scheduler, SchedulerConfig, SLOFirst, StepPlan, default_buckets
+from omni_jax.scheduling import (
+    Blocks,
+    Features,
+    FirstCome,
+    Scheduler,
+    SchedulerConfig,
+    SLOFirst,
+    StepPlan,
+    default_buckets,
+)
 from omni_jax.scheduling.discipline import Rank
 from omni_jax.segments import SLO, Segment
 
@@ -26,6 +35,7 @@ EOS = 0
 ROUND = 2000  # steps of one setting, before all is drained
 AUDIT = 200  # steps from one thorough check to the next
 SLICES = 3  # of a call of the vision tower
+SLICE_SECONDS = 0.5  # that each is said to take
 ORDER = 8  # and from one check of the order of service to the next
 PRIORITIES = (-1, 0, 1)
 _NO_PIXELS = np.zeros((1, 1, 1, 1, 1), np.uint8)
@@ -38,6 +48,7 @@ class Setting:
     Attributes:
         crowd: live sequences are kept at about so many.
         urgent: share of the requests that are of the most urgent class.
+        caching: beginnings are shared; most requests then begin like others.
         aging: aging_seconds by deadline; None: first come, first served. A step takes a second.
     """
 
@@ -47,6 +58,7 @@ class Setting:
     pictures: bool
     crowd: int
     urgent: float
+    caching: bool
     aging: float | None
     step_cost: float
 
@@ -87,6 +99,7 @@ class Report:
     encoded: int = 0
     resets: int = 0
     longest_wait: float = 0.0  # as a share of the bound
+    cached: int = 0  # prompt tokens
 
 
 def random_setting(rng: random.Random) -> Setting:
@@ -109,6 +122,7 @@ def random_setting(rng: random.Random) -> Setting:
         pictures=rng.random() < 0.4,
         crowd=rng.choice((rows, rows + 8, 2 * rows)),
         urgent=rng.choice((0.1, 0.5, 0.9)),
+        caching=rng.random() < 0.5,
         aging=rng.choice((None, 5.0, 40.0)),
         step_cost=rng.choice((0.0, 0.05)),
     )
@@ -125,7 +139,14 @@ class Soak:
             self.features = Features(EncoderCache(24, rows_per_block=1), most_patches=16, pack_patches=16)
         discipline = FirstCome() if setting.aging is None else SLOFirst(aging_seconds=setting.aging)
         cost = Guess(setting.step_cost) if setting.step_cost else None
-        self.scheduler = Scheduler(setting.config, self.pool, self.features, discipline=discipline, cost=cost)
+        self.scheduler = Scheduler(
+            setting.config,
+            self.pool,
+            self.features,
+            discipline=discipline,
+            cost=cost,
+            blocks=Blocks(self.pool, prefix_caching=setting.caching),
+        )
         self.now = 0.0
         self.in_flight: collections.deque[StepPlan] = collections.deque()
         self.encoding: tuple[MediaSpan, ...] = ()
@@ -167,7 +188,7 @@ class Soak:
         )
         request = Request(
             id=name,
-            prompt_ids=(1,) * prompt,
+            prompt_ids=(rng.randint(1, 3),) * (prompt - prompt // 3) + (rng.randint(1, 3),) * (prompt // 3),
             params=params,
             arrival=self.now,
             media=tuple(media),
@@ -184,7 +205,7 @@ class Soak:
         self.now += 1.0
         scheduler = self.scheduler
         ranks = {}
-        if self.report.steps % ORDER == 0:
+        if self.report.steps % ORDER == 0 and not self.setting.caching:  # else who waits for a block is overtaken
             ranks = {
                 s: (scheduler.discipline.rank(s, self.now), s.computed) for s in scheduler.waiting if not s.pending
             }
@@ -209,6 +230,8 @@ class Soak:
             return False
         if not self.encoding:
             self.encoding, self.slices_left = self.scheduler.next_batch(), SLICES
+            return False
+        if self.in_flight and not self.scheduler.may_encode(SLICE_SECONDS):
             return False
         self.slices_left -= 1
         if self.slices_left:
@@ -241,6 +264,7 @@ class Soak:
         wanted = min(sequence.max_output, self.ends[sequence])
         assert len(said) == wanted or (sequence.finish_reason == "abort" and len(said) <= wanted)
         self.report.ended[sequence.finish_reason] += 1
+        self.report.cached += sequence.cached
         self.computed.pop(sequence, None)
         self.live.discard(sequence)
 
@@ -274,7 +298,7 @@ class Soak:
             before = self.computed.get(sequence)
             if row.admit:
                 assert not row.feedback, "contract (d): planned anew before its token was read"
-                assert before is None or row.start <= before
+                assert before is None or row.start <= before or self.setting.caching
             else:
                 assert row.start == before, "tokens are left out, or computed twice"
             self.computed[sequence] = stop

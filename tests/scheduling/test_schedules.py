@@ -30,8 +30,11 @@ class Guess:
         return 0.1 * shape.size
 
 
+RATIOS = (lambda step, total: 0.5, lambda step, total: min(0.1 * step, 0.6), lambda step, total: 0.8 * step / total)
+
+
 @st.composite
-def scenarios(draw, pictures=False, slo=False):
+def scenarios(draw, pictures=False, slo=False, memory=False):
     """(arguments of Loop, events). Small pools and small numbers, so that everything touches an edge often."""
     block_size = draw(st.integers(1, 5))
     max_model_len = draw(st.integers(2, 26))
@@ -60,6 +63,10 @@ def scenarios(draw, pictures=False, slo=False):
     if slo:
         loop["discipline"] = SLOFirst(aging_seconds=draw(st.sampled_from([1, 3, 10, 1000])))
         loop["cost"] = draw(st.sampled_from([None, Guess()]))
+    if memory:
+        loop["prefix_caching"] = draw(st.booleans())
+        loop["swap"] = draw(st.none() | st.integers(0, 1000))
+        loop["ratio"] = draw(st.sampled_from([None, None, *RATIOS]))
     events = draw(st.lists(_events(block_size, max_model_len, pictures, slo), min_size=1, max_size=12))
     return loop, sorted(events, key=lambda event: event.step)
 
@@ -171,6 +178,18 @@ def test_any_schedule_with_pictures_says_what_each_says_alone(scenario):
 @given(st.booleans().flatmap(lambda pictures: scenarios(pictures=pictures, slo=True)))
 def test_any_schedule_by_deadline_says_what_each_says_alone(scenario):
     """However prompts are cut, and whoever is urgent: it decides when work runs, and never what comes out."""
+    arguments, events = scenario
+    loop = Loop(**arguments)
+    play(loop, events)
+    loop.check_endings()
+
+
+@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(
+    st.tuples(st.booleans(), st.booleans()).flatmap(lambda some: scenarios(pictures=some[0], slo=some[1], memory=True))
+)
+def test_pre_01_pre_03_any_schedule_with_shared_swapped_and_compressed_blocks_says_what_each_says_alone(scenario):
+    """The fake device checks each entry that is read: another's, a stale or a lost one would show."""
     arguments, events = scenario
     loop = Loop(**arguments)
     play(loop, events)

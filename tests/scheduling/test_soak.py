@@ -19,6 +19,7 @@ def test_100_000_steps():
     assert min(report.ended[reason] for reason in ("length", "stop", "abort")) > 1000
     assert min(report.events[kind] for kind in ("pause", "resume", "preempt")) > 1000
     assert report.encoded > 1000
+    assert report.cached > 1000
     assert report.resets > 10
 
 
@@ -38,6 +39,7 @@ def test_without_aging_somebody_starves(monkeypatch):
         pictures=False,
         crowd=16,
         urgent=0.95,
+        caching=False,
         aging=5.0,
         step_cost=0.0,
     )

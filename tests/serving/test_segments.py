@@ -178,8 +178,8 @@ def fill(recorder) -> None:
         sequence = live(name, slo=SLO(ttft_ms=1000, tpot_ms=2000))
         sequence.scheduled_at, sequence.first_token_at = 0.25, first
         sequence.known += [4, 5]
-        for kind, reason in (("pause", "x"), ("preempt", "c[0] is of a more urgent class"), ("resume", "y")):
-            recorder.event(Event(kind=kind, sequence=sequence, reason=reason, blocks=2), 0.3)
+        for kind, cause in (("pause", "budget"), ("preempt", "class"), ("resume", "turn")):
+            recorder.event(Event(kind=kind, sequence=sequence, cause=cause, by="c[0]", blocks=2), 0.3)
         sequence.finish_reason = "stop"
         recorder.finished(sequence, first + 1.0)
 
@@ -197,7 +197,7 @@ async def test_stats_tell_of_requests_segments_events_and_policies(engine):
     assert text["ttft_ms"]["mean"] == pytest.approx(1750)
     assert text["slo"]["ttft"] == {"requests": 2, "met": 1, "share": 0.5}
     assert text["queue_ms"] == {"count": 2, "mean": 250, "std": 0, "p50": 250, "p95": 250, "p99": 250}
-    assert stats["events"]["preemptions"] == {"blocks": 0, "class": 2, "other": 0}
+    assert stats["events"]["preemptions"] == {"blocks": 0, "class": 2}
     assert (stats["events"]["pauses"], stats["events"]["blocks_taken"]) == (2, 4)
     of_policies = stats["segments"]["by_policy"]
     assert of_policies["request"] == {"prompts": 1, "segments": 1}

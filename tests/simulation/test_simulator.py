@@ -64,6 +64,7 @@ SMALL = ReplicaConfig(
     buckets=Buckets(decode=(1, 2, 4), mixed=(4, 8), overhead=0),
     encoder_cache_tokens=0,
     host_seconds=0.25,
+    prefix_caching=False,
 )
 
 
@@ -315,6 +316,16 @@ def test_it_plans_what_the_engines_loop_plans():
             pieces[piece.request_id].append(piece)
         simulated.append({(name, own[0].start, sum(p.count for p in own)) for name, own in pieces.items()})
     assert simulated == planned
+
+
+def test_a_shared_beginning_is_computed_once():
+    requests = [text(float(10 * n), 40, 2, str(n)) for n in range(3)]  # all begin alike
+    ttft = {}
+    for caching in (False, True):
+        result = simulate_requests(requests, dataclasses.replace(SMALL, prefix_caching=caching), Linear())
+        ttft[caching] = [r.first_token_at - r.arrival for r in result.requests]
+    assert ttft[True][0] == ttft[False][0]
+    assert all(on < off / 3 for on, off in zip(ttft[True][1:], ttft[False][1:], strict=True))
 
 
 # -- disciplines and policies -----------------------------------------------------------------------------------------

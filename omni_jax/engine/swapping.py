@@ -1,0 +1,100 @@
+"""Swap between the device and the host tier: what the scheduler asks for, done with the runner."""
+
+import hashlib
+import itertools
+import logging
+from pathlib import Path
+
+from omni_jax.cost import CostModel
+from omni_jax.engine.config import EngineConfig, EngineInfo
+from omni_jax.memory.host_tier import HostTier, Parcel, ParcelLost
+from omni_jax.memory.swap_choice import prefer_swap
+from omni_jax.requests import Sequence
+from omni_jax.runtime import Runner
+
+GIB = 1 << 30
+
+logger = logging.getLogger(__name__)
+
+
+def open_tier(config: EngineConfig, info: EngineInfo, block_bytes: int) -> HostTier | None:
+    """The host tier that the settings ask for, if any."""
+    if not config.swap_space or config.preemption_mode == "recompute":
+        return None
+    depends_on = (info.model_dir, info.architecture, info.dtype, config.kv_cache_dtype, info.block_size, block_bytes)
+    return HostTier(
+        block_bytes=block_bytes,
+        capacity_bytes=int(config.swap_space * GIB),
+        directory=None if config.swap_dir is None else Path(config.swap_dir),
+        disk_bytes=int(config.swap_dir_space * GIB),
+        num_threads=config.num_swap_threads,
+        layout=hashlib.blake2b(repr(depends_on).encode(), digest_size=16).digest(),
+        max_swap_ops=config.max_swap_ops,
+    )
+
+
+class EngineSwap:
+    """See scheduling.blocks.Swap.
+
+    Args:
+        mode: "swap" always, "auto" where the cost model says that it is sooner done than computing again.
+    """
+
+    def __init__(self, runner: Runner, tier: HostTier, cost: CostModel, mode: str):
+        self._runner, self._tier, self._cost, self._mode = runner, tier, cost, mode
+        self._numbers = itertools.count()
+
+    def store(self, sequence: Sequence, blocks: list[int], tokens: int) -> Parcel | None:
+        """Dispatches the copy behind all steps that are out, and hands it to the tier's threads. A sequence that
+        compression has touched is always swapped: it cannot be computed again."""
+        if self._mode == "auto" and not sequence.dropped and not self._is_cheaper(sequence, len(blocks), tokens):
+            return None
+        key = f"{next(self._numbers)} {sequence.request.id} {sequence.index}".encode()
+        parcel = self._tier.store(key, self._runner.read_blocks(blocks), len(blocks))
+        if parcel is not None:
+            logger.info(
+                "[SWAP] evicting %s of %s[%d]: %d tokens to the host",
+                _named(blocks),
+                sequence.request.id,
+                sequence.index,
+                tokens,
+            )
+        return parcel
+
+    def _is_cheaper(self, sequence: Sequence, blocks: int, tokens: int) -> bool:
+        stats = self._tier.stats()
+        return prefer_swap(
+            blocks=blocks,
+            block_bytes=self._runner.block_bytes,
+            store_bandwidth=stats.store_bandwidth,
+            load_bandwidth=stats.load_bandwidth,
+            recompute_seconds=self._cost.prefill_seconds(tokens, sequence.rows - tokens),
+        )
+
+    def is_ready(self, parcel: Parcel) -> bool:
+        """Starts reading from disk what is there."""
+        if self._tier.is_ready(parcel):
+            return True
+        self._tier.prefetch(parcel)
+        return False
+
+    def load(self, parcel: Parcel, blocks: list[int]) -> bool:
+        """Dispatches the copy back, ahead of the next step."""
+        try:
+            data = self._tier.take(parcel)
+        except ParcelLost:
+            return False
+        self._runner.write_blocks(blocks, data)
+        logger.info("[SWAP] bringing back %s", _named(blocks))
+        return True
+
+    def drop(self, parcel: Parcel) -> None:
+        self._tier.drop(parcel)
+
+
+def _named(blocks: list[int]) -> str:
+    """A list of blocks, as a line of the log has it."""
+    if len(blocks) == 1:
+        return f"block {blocks[0]}"
+    shown = " ".join(map(str, blocks[:8]))
+    return f"blocks {shown}{' …' if len(blocks) > 8 else ''} ({len(blocks)})"
