@@ -134,8 +134,8 @@ def compaction_sizes(pages_per_row: int) -> tuple[int, ...]:
 
 
 def compaction_layout(size: int) -> Layout:
-    scalars = dict.fromkeys(("rows", "keep", "sinks", "window"), ((), jnp.int32))
-    return Layout(fields=scalars | dict.fromkeys(("source", "target"), ((size,), jnp.int32)))
+    shapes = {"rows": (), "keep": (), "sinks": (), "window": (), "source": (size,), "target": (size,)}
+    return Layout(fields={name: (shape, jnp.int32) for name, shape in shapes.items()})
 
 
 def pack_compaction(
@@ -188,7 +188,16 @@ def compaction(size: int):
 
     def run(pool: Pool, packed) -> Pool:
         field = layout.unpack(packed)
-        layers = zip(*compact(pool[::2], pool[1::2], **field), strict=True)
-        return tuple(pages for layer in layers for pages in layer)
+        keys, values = compact(
+            pool[::2],
+            pool[1::2],
+            field["source"],
+            field["rows"],
+            field["keep"],
+            field["target"],
+            sinks=field["sinks"],
+            window=field["window"],
+        )
+        return tuple(pages for layer in zip(keys, values, strict=True) for pages in layer)
 
     return run
