@@ -473,9 +473,12 @@ class Scheduler:
         if taken is None:
             return False
         sequence.blocks += taken
-        if sequence.swapped is not None and not self.blocks.restore(sequence) and self.features is not None:
-            self.features.release(sequence)
-            self._ask_again(sequence)
+        if sequence.swapped is not None:
+            kept = sequence.swapped.first
+            if not self.blocks.restore(sequence):
+                self._cut(sequence, kept)  # the rest is computed again, for which it may need more blocks than these
+                self._ask_again(sequence)
+                return False
         sequence.slot = self._free_slots.pop()
         _remove(self.waiting, sequence)
         bisect.insort(self.running, sequence, key=lambda s: s.order)

@@ -220,6 +220,7 @@ class Loop:
         """Engine._advance. `between` is called after the dispatch and before the commit. Whether there is work left."""
         self.pool.step += 1
         before = list(self.scheduler.waiting), list(self.scheduler.running)
+        had_swapped = any(s.swapped is not None for s in self.scheduler.waiting)
         plan = self.scheduler.plan(float(self.pool.step))
         if plan is not None:
             self._check_plan(plan, *before)
@@ -228,7 +229,8 @@ class Loop:
         self._encode()
         self.check()
         between()
-        loading = any(sequence.swapped is not None for sequence in self.scheduler.waiting)
+        # What is swapped takes its time; and what turns out to be lost is computed again from the next plan on.
+        loading = any(s.swapped is not None for s in self.scheduler.waiting) or had_swapped
         busy = plan is not None or self.in_flight or self.encoding or loading
         assert busy or not self.scheduler.num_live or self.just_encoded, "there is work, and it does none"
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
