@@ -1,0 +1,150 @@
+"""The engine's memory on real programs: cached, swapped and quantised runs say what a cold one says."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+from omni_jax.memory import check_leaks
+from omni_jax.requests import InvalidRequest
+from omni_jax.segments import SLO
+from tests import tiny
+from tests.engines import SETUPS, assert_idle, compile_tiny, greedy, load_tiny, make_engine, request, run
+
+GREEDY = dataclasses.replace(SETUPS["main"], heads=("greedy",))
+SWAP = {"swap_space": 0.05, "preemption_mode": "swap"}
+
+
+@pytest.fixture(scope="module")
+def main():
+    return load_tiny("main")
+
+
+@pytest.fixture(scope="module")
+def swapping():
+    return compile_tiny(GREEDY, **SWAP)
+
+
+@pytest.fixture(scope="module")
+def int8():
+    return compile_tiny(GREEDY, kv_cache_dtype="int8", **SWAP)
+
+
+def tokens(answers) -> dict:
+    return {key: answer.tokens for key, answer in answers.items()}
+
+
+def rows(count: int, most: int = 80):
+    return [request(f"r{n}", [7 + n, *tiny.prompt(30 + 9 * n)], greedy(max_tokens=most)) for n in range(count)]
+
+
+def settle(engine) -> None:
+    assert_idle(engine)
+    check_leaks(engine._pool, [])
+    engine.close()
+
+
+def test_what_the_cache_had_is_told_and_changes_nothing(main):
+    engine, prompt = make_engine(main), tiny.prompt(70)
+    cold = run(engine, request("cold", prompt, greedy(max_tokens=12)))
+    warm = run(engine, request("warm", prompt, greedy(max_tokens=12)))
+    longer = run(engine, request("longer", [*prompt, *cold["cold", 0].tokens, 5], greedy(max_tokens=3)))
+    assert warm["warm", 0].tokens == cold["cold", 0].tokens
+    assert engine.stats().prefix_queries == {"text": 70 + 70 + 83}
+    assert engine.stats().prefix_hits == {"text": 64 + 80}
+    alone = make_engine(main, options={"enable_prefix_caching": False})
+    assert longer == run(alone, request("longer", [*prompt, *cold["cold", 0].tokens, 5], greedy(max_tokens=3)))
+    settle(engine)
+
+
+def test_pc_05_prompt_logprobs_are_the_same_with_a_full_cache(main):
+    engine, prompt = make_engine(main), tiny.prompt(33)
+    found = [
+        run(engine, request(f"r{n}", prompt, greedy(max_tokens=1, prompt_logprobs=0)))[f"r{n}", 0].prompt_logprobs
+        for n in range(2)
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == 33
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_pre_01_swapped_sequences_go_on_where_they_were(main, swapping, caching):
+    expected = tokens(run(make_engine(main), *rows(5)))
+    options = SWAP | {"enable_prefix_caching": caching}
+    engine = make_engine(swapping, options=options, num_blocks=20, max_model_len=160)
+    assert tokens(run(engine, *rows(5))) == expected
+    stats = engine.stats()
+    assert stats.blocks_swapped_out > 0
+    assert stats.blocks_swapped_in > 0
+    assert stats.compiles_after_warmup == 0
+    settle(engine)
+
+
+def test_kvq_02_int8_says_the_same_cold_cached_chunked_and_swapped(int8):
+    prompt = tiny.prompt(70)
+    cold = run(make_engine(int8, options=SWAP), request("a", prompt, greedy(max_tokens=16)))["a", 0].tokens
+    engine = make_engine(int8, options=SWAP)
+    run(engine, request("first", prompt[:40], greedy(max_tokens=2)))
+    assert run(engine, request("a", prompt, greedy(max_tokens=16)))["a", 0].tokens == cold
+    assert engine.stats().prefix_hits["text"] == 32
+    plenty = tokens(run(make_engine(int8, options=SWAP), *rows(5)))
+    scarce = make_engine(int8, options=SWAP, num_blocks=20, max_model_len=160)
+    assert tokens(run(scarce, *rows(5))) == plenty
+    assert scarce.stats().blocks_swapped_in > 0
+    settle(scarce)
+
+
+def test_kvq_01_int8_logprobs_are_near_the_exact_ones(main, int8):
+    prompt = tiny.prompt(60)
+
+    def logprobs(loaded):
+        answer = run(make_engine(loaded, options={}), request("a", prompt, greedy(max_tokens=1, prompt_logprobs=0)))
+        return np.array([token.logprob for token in answer["a", 0].prompt_logprobs[1:]])
+
+    assert np.abs(logprobs(int8) - logprobs(main)).mean() < 0.1  # of logits that spread over tens
+
+
+def test_a_lost_parcel_is_computed_again(main, swapping, monkeypatch):
+    from omni_jax.memory.host_tier import HostTier, ParcelLost
+
+    expected = tokens(run(make_engine(main), *rows(5)))
+
+    def lost(self, parcel):
+        self.drop(parcel)
+        raise ParcelLost("gone")
+
+    engine = make_engine(swapping, options=SWAP, num_blocks=20, max_model_len=160)
+    monkeypatch.setattr(HostTier, "take", lost)
+    assert tokens(run(engine, *rows(5))) == expected
+    assert engine.stats().blocks_swapped_out > 0
+    assert engine.stats().blocks_swapped_in == 0
+    settle(engine)
+
+
+def test_an_urgent_request_sends_another_to_the_host_and_it_comes_back(main, swapping):
+    long = request("long", tiny.prompt(64), greedy(max_tokens=40))
+    urgent = request("now", [3, *tiny.prompt(200)], greedy(max_tokens=8))
+    expected = tokens(run(make_engine(main), long, urgent))
+    options = SWAP | {"scheduling_policy": "slo"}
+    engine = make_engine(swapping, options=options, num_blocks=18, max_model_len=272)
+    now = time.monotonic()
+    engine.add(dataclasses.replace(long, arrival=now, slo=SLO(priority=3)))
+    begun = [delta for _ in range(12) for delta in engine.step()]
+    answers = run(engine, dataclasses.replace(urgent, arrival=now, slo=SLO(priority=0)))
+    assert answers["now", 0].tokens == expected["now", 0]
+    assert [t for d in begun for t in d.token_ids] + answers["long", 0].tokens == expected["long", 0]
+    assert engine.stats().blocks_swapped_in > 0
+    settle(engine)
+
+
+def never(step: int, total: int) -> float:
+    return 2.0 if total > 300 else 0.0
+
+
+def test_a_controller_that_returns_nonsense_costs_the_request_and_says_its_value(main):
+    options = {"enable_adaptive_compression": True, "kv_compress_controller": f"{__name__}:never"}
+    engine = make_engine(main, options=options)
+    with pytest.raises(InvalidRequest, match=r"returned 2.0 at step 0 of 400"):
+        engine.check(request("a", 20, greedy(max_tokens=400)))
+    assert len(run(engine, request("b", 20, greedy(max_tokens=4)))["b", 0].tokens) == 4
