@@ -63,11 +63,13 @@ class EngineSwap:
 
     def _is_cheaper(self, sequence: Sequence, blocks: int, tokens: int) -> bool:
         stats = self._tier.stats()
+        full = stats.host_bytes + blocks * self._runner.block_bytes > stats.host_capacity
         return prefer_swap(
             blocks=blocks,
             block_bytes=self._runner.block_bytes,
             store_bandwidth=stats.store_bandwidth,
-            load_bandwidth=stats.load_bandwidth,
+            load_bandwidth=stats.disk_read_bandwidth if full else stats.load_bandwidth,
+            on_disk=full,
             recompute_seconds=self._cost.prefill_seconds(tokens, sequence.rows - tokens),
         )
 

@@ -58,8 +58,9 @@ class SLOFirst:
         allowed = math.inf
         for sequence in decoding:
             slo = sequence.request.slo
-            if slo is not None and slo.tpot_ms is not None:
-                allowed = min(allowed, max(deadline(sequence) - now, slo.tpot_ms / 1000))
+            if slo is None or slo.tpot_ms is None or allowed <= slo.tpot_ms / 1000:
+                continue
+            allowed = min(allowed, max(deadline(sequence) - now, slo.tpot_ms / 1000))
         return allowed
 
 
@@ -74,6 +75,5 @@ def deadline(sequence: Sequence) -> float:
         return math.inf if segment is None else segment.deadline
     if request.slo is None or sequence.first_token_at is None:
         return math.inf
-    return decode_deadline(
-        request.slo, request.arrival, sequence.first_token_at, sequence.num_output + sequence.pending
-    )
+    tokens_out = len(sequence.known) - sequence.num_prompt + sequence.pending
+    return decode_deadline(request.slo, request.arrival, sequence.first_token_at, tokens_out)

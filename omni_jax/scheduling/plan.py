@@ -8,9 +8,10 @@ from omni_jax.cost import StepShape, causal_pairs
 from omni_jax.requests import Sequence
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Row:
-    """A stretch of one sequence in one step.
+    """A stretch of one sequence in one step. Nobody changes one; it is not frozen because making a frozen one takes
+    twice as long, and a step makes one for each sequence.
 
     Attributes:
         sequence: whose tokens.

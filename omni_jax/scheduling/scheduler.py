@@ -262,7 +262,7 @@ class Scheduler:
         """Running sequences with one token to compute, each with the block it needs; and those with more or to score.
         Both in order of arrival. Preempts for the blocks, whoever is served last first."""
         decoding, prefilling = [], []
-        before = self.num_preemptions
+        before, size = self.num_preemptions, self.pool.block_size
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue
@@ -273,7 +273,7 @@ class Scheduler:
                 prefilling.append(sequence)
             elif sequence.computed >= sequence.num_prompt and sequence.remaining <= 0:
                 continue  # (a): its end is in flight
-            elif self._shrink(sequence) or self._grow(sequence, now):
+            elif self._shrink(sequence) or sequence.rows < len(sequence.blocks) * size or self._grow(sequence, now):
                 decoding.append(sequence)
         if self.num_preemptions != before:
             decoding, prefilling = ([s for s in some if s.slot is not None] for some in (decoding, prefilling))
@@ -509,7 +509,8 @@ class Scheduler:
         )
         sequence.on_device, sequence.on_device_blocks = True, len(sequence.blocks)
         sequence.computed = end
-        self.blocks.register(sequence)
+        if len(sequence.known) >= (sequence.registered + 1) * self.pool.block_size:
+            self.blocks.register(sequence)
         sequence.served_at = now
         if sequence.paused:
             sequence.paused = False

@@ -1,0 +1,74 @@
+"""When a slice of the vision tower may run beside a step: not at the cost of who decodes and stands before it."""
+
+from omni_jax.scheduling import SLOFirst
+from omni_jax.segments import SLO
+from tests.scheduling.loop import Loop, picture
+
+# A step of the loop takes a second.
+PACE = SLO(priority=0, tpot_ms=5000)
+
+
+def decoding(discipline, **options) -> Loop:
+    """Somebody decodes, a token a second of the five it asked for."""
+    run = Loop(
+        blocks=60,
+        block_size=4,
+        max_model_len=64,
+        max_num_batched_tokens=16,
+        feature_rows=12,
+        discipline=discipline,
+        **options,
+    )
+    (run.text,) = run.add(3, max_tokens=40, slo=PACE)
+    while run.text.num_output < 2:
+        run.step()
+    return run
+
+
+def waits(run: Loop, **slo):
+    (sequence,) = run.add(8, media=[picture("a", 1, 6)], max_tokens=2, slo=SLO(**slo))
+    run.step()
+    return sequence
+
+
+def test_first_come_first_served_slices_run_always():
+    run = decoding(None)
+    waits(run)
+    assert run.scheduler.may_encode(1e6)
+
+
+def test_a_slice_waits_until_who_decodes_has_the_lead_for_it():
+    run = decoding(SLOFirst(aging_seconds=1000))
+    waits(run, priority=1)
+    lead = run.text.first_token_at + 5.0 * (run.text.num_output + run.text.pending) - run.pool.step
+    assert run.scheduler.may_encode(lead - 0.1)
+    assert not run.scheduler.may_encode(lead + 6.0)
+    for _ in range(4):
+        run.step()  # each is four seconds of lead
+    assert run.scheduler.may_encode(lead + 6.0)
+
+
+def test_a_more_urgent_picture_does_not_wait():
+    run = decoding(SLOFirst(aging_seconds=1000))
+    waits(run, priority=-1)
+    assert run.scheduler.may_encode(1e6)
+
+
+def test_who_waits_for_a_picture_rises_by_aging():
+    run = decoding(SLOFirst(aging_seconds=4), slices=1000)
+    sequence = waits(run, priority=1)
+    assert not run.scheduler.may_encode(1e6)
+    began = run.pool.step
+    while not run.scheduler.may_encode(1e6):
+        run.step()
+        assert run.pool.step - began < 20, "it is put off for ever"
+    assert sequence.finish_reason is None
+
+
+def test_nobody_waits_where_nobody_promised_a_pace():
+    run = decoding(SLOFirst(aging_seconds=1000))
+    run.scheduler.abort(run.text.request.id)
+    run.add(3, max_tokens=30, slo=SLO(priority=0))
+    run.step()
+    waits(run, priority=1)
+    assert run.scheduler.may_encode(1e6)
