@@ -20,7 +20,11 @@ class EngineCase:
     """A benchmarks.worker.Continuer. Settings are the engine's defaults, but for the dtype and max_model_len."""
 
     def __init__(self, directory: Path, dtype: str, max_model_len: int):
-        self._engine = Engine(EngineConfig(model_dir=directory, dtype=dtype, max_model_len=max_model_len))
+        # Every prompt is computed: the others keep nothing from round to round either.
+        config = EngineConfig(
+            model_dir=directory, dtype=dtype, max_model_len=max_model_len, enable_prefix_caching=False
+        )
+        self._engine = Engine(config)
         self._names = itertools.count()
         self._tokens: dict[str, list[int]] = {}
 

@@ -144,5 +144,7 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path)
     parser.add_argument("--max-model-len", type=int, required=True)
     args = parser.parse_args()
-    config = EngineConfig(model_dir=args.directory, dtype="float32", max_model_len=args.max_model_len)
+    config = EngineConfig(
+        model_dir=args.directory, dtype="float32", max_model_len=args.max_model_len, enable_prefix_caching=False
+    )
     serve("omni-jax", lambda: Gaps(config))
