@@ -1,7 +1,7 @@
 # make demo      install, fetch a small model, serve it, ask it eight questions at once
 # make test      install what the tests need and run them all
 # make lint      ruff and pyright
-# make soak      scheduler properties over a million seeded steps (SOAK="--seed 1 ..." for flags)
+# make soak      a million calls of the block pool, and scheduler properties over a million steps (SOAK="--seed 1 ..." for its flags)
 # make goldens   make the golden outputs again with transformers on torch; `make goldens-check` compares only
 # make bench-cpu compare with the bare JAX loop and other engines on this machine (BENCH="--rounds 1 ..." for flags)
 # make bench-vision  pictures: preprocessing and vision tower beside transformers, gaps in a stream of text
@@ -24,6 +24,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.memory.soak
 	$(BIN)/python -m tests.scheduling.soak $(SOAK)
 
 lint: $(VENV)/.installed-dev
