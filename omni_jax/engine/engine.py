@@ -422,6 +422,8 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
         """Ends a sequence for what only the engine sees. Overrules an end by length that the same step brought."""
         self._scheduler.finish(sequence, reason, stop_reason)
+        if reason == "error":
+            self._scheduler.forget_prefixes()  # it may have ended before: what it left in the cache may be no numbers
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def _ended(self, sequence: Sequence, *, text="", token_ids=(), logprobs=(), error=None) -> Delta:

@@ -49,6 +49,8 @@ class EngineSwap:
         compression has touched is always swapped: it cannot be computed again."""
         if self._mode == "auto" and not sequence.dropped and not self._is_cheaper(sequence, len(blocks), tokens):
             return None
+        if not self._tier.has_room(len(blocks)):
+            return None
         key = f"{next(self._numbers)} {sequence.request.id} {sequence.index}".encode()
         parcel = self._tier.store(key, self._runner.read_blocks(blocks), len(blocks))
         if parcel is not None:

@@ -101,8 +101,9 @@ def _modalities(sequence: Sequence, start: int, stop: int) -> dict[Modality, int
     """How many of the cache's rows from start to stop are of which modality."""
     if not sequence.dropped:
         return count_modalities(sequence.request, start, stop)
-    counts = count_modalities(sequence.request, 0, sequence.computed)
+    computed = sequence.computed  # read once: another thread may be changing it
+    counts = count_modalities(sequence.request, 0, computed)
     for modality, count in counts.items():
-        counts[modality] = count * (stop - start) // sequence.computed
+        counts[modality] = count * (stop - start) // max(computed, 1)
     counts["text"] += stop - start - sum(counts.values())
     return counts

@@ -10,7 +10,7 @@ Controller = Callable[[int, int], float]  # (decode step, most decode steps) -> 
 SINKS = 4  # first rows, which attention rests on and which are never dropped
 WINDOW = 32  # latest rows, likewise
 QUIET, FULL, FALL, REST = 10, 30, 50, 0.1  # see default_ratio
-KEPT = 64  # lengths whose schedules are remembered
+KEPT = 4096  # lengths whose schedules are remembered
 
 
 class BadController(ValueError):
@@ -43,24 +43,28 @@ class Schedule:
 
     def __init__(self, path: str | None, cap: float):
         self._path, self._cap = path, cap
-        self._controller: Controller = functools.partial(default_ratio, cap=cap) if path is None else _load(path)
+        self._controller = None if path is None else _load(path)
         self._table = functools.lru_cache(KEPT)(self._tabulate)
         self.check(256)
 
     def ratio(self, step: int, total: int) -> float:
         """Share of a sequence's tokens that may be dropped at a decode step, of `total` at most."""
+        if self._path is None:
+            return default_ratio(step, total, cap=self._cap)
         table = self._table(total)
         return table[min(step, len(table) - 1)]
 
     def check(self, total: int) -> None:
         """Raises BadController where the controller does not answer for each step of a sequence of this length with a
         number from 0 to below 1: before such a request is taken, and not while it runs."""
-        self._table(total)
+        if self._path is not None:
+            self._table(total)
 
     def _tabulate(self, total: int) -> tuple[float, ...]:
         return tuple(self._checked(step, total) for step in range(max(total, 1)))
 
     def _checked(self, step: int, total: int) -> float:
+        assert self._controller is not None
         try:
             found = self._controller(step, total)
         except Exception as error:  # somebody else's code: it costs one request

@@ -179,6 +179,11 @@ class HostTier:
         self._counts = dict.fromkeys(("stored", "spilled", "loaded", "evicted", "lost"), 0)
         self._rates = {name: _Rate() for name in ("store", "load", "disk_write", "disk_read")}
 
+    def has_room(self, blocks: int) -> bool:
+        """Whether `store` would keep so many blocks now: to be asked before they are copied."""
+        with self._changed:
+            return not self._closed and self._operations() < self._max_swap_ops and self._make_room(blocks)
+
     def store(self, key: bytes, copy: Copy, blocks: int, *, keep_until_taken: bool = True) -> Parcel | None:
         """Keeps the `blocks` blocks that `copy` brings; a worker reads it.
 

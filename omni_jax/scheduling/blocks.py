@@ -217,6 +217,9 @@ class Blocks:
         """
         if sequence.dropped:
             keep = 0
+        else:  # taking what others hold too would free nothing
+            while keep < len(sequence.blocks) and self.pool.references(sequence.blocks[keep]) > 1:
+                keep += 1
         lost = sequence.blocks[keep : self.pool.blocks_for(sequence.rows)]  # those that hold something
         if lost and self.swap is not None and sequence.swapped is None:
             parcel = self.swap.store(sequence, lost, sequence.rows - keep * self.pool.block_size)
@@ -267,8 +270,8 @@ class Blocks:
         now lies in other blocks.
 
         Args:
-            spare: free blocks that nobody else has a right to. Blocks that are shared or cached are not written to, so
-                survivors may need others for a moment.
+            spare: free blocks beyond all that is kept for running sequences. Blocks that are shared or cached are not
+                written to, so survivors may need others; what is kept for the others stays theirs.
         """
         compression = self.compression
         assert compression is not None
@@ -279,17 +282,17 @@ class Blocks:
         count = self.pool.blocks_for(rows - drop + 1)
         if drop <= 0 or count >= self.pool.blocks_for(rows + 1):
             return False
-        own = [
-            block
-            for at, block in enumerate(sequence.blocks)
-            if at >= sequence.registered and self.pool.references(block) == 1
-        ][:count]
-        if count - len(own) > spare:
+        alone = [block for block in sequence.blocks if self.pool.references(block) == 1]
+        own = [block for block in alone if not self.pool.is_registered(block)][:count]
+        fresh, freed = count - len(own), len(alone) - len(own)
+        most = sequence.num_prompt + sequence.max_output - sequence.dropped - drop
+        reserved = max(self.pool.blocks_for(most) - count, 0)
+        if spare + self.reserve(sequence) - reserved + freed - fresh < 0:
             return False
-        fresh = self.pool.allocate(count - len(own)) if len(own) < count else []
-        if fresh is None:
+        taken = self.pool.allocate(fresh)
+        if taken is None:
             return False
-        target = own + fresh
+        target = own + taken
         compression.compact(sequence.blocks, rows, rows - drop, target)
         kept = set(own)
         self.pool.free(reversed([block for block in sequence.blocks if block not in kept]))

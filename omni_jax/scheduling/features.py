@@ -114,7 +114,7 @@ class Features:
     def awaiting(self, *queues: Iterable[Sequence]) -> Iterator[Sequence]:
         """Those of some sequences whose next picture is being encoded, or is to be."""
         for sequence in itertools.chain(*queues):
-            if sequence.media_passed < sequence.media_held and not self._is_there(sequence, sequence.media_passed):
+            if not self.starts(sequence):
                 yield sequence
 
     def in_row(self, sequence: Sequence, start: int, stop: int) -> tuple[tuple[int, np.ndarray], ...]:

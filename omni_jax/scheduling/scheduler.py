@@ -283,7 +283,7 @@ class Scheduler:
         """Compresses a decoding sequence where that frees a block: then it also has room for its next token."""
         if self.blocks.compression is None or sequence.computed < sequence.num_prompt:
             return False
-        return self.blocks.compress(sequence, self._unreserved() + self.blocks.reserve(sequence))
+        return self.blocks.compress(sequence, self._unreserved())
 
     def _unreserved(self) -> int:
         """Free blocks that are not kept for running sequences to grow by."""
@@ -301,14 +301,15 @@ class Scheduler:
                 return True
             if self._release_shared(besides=sequence):
                 continue
-            losers = [s for s in self.running if self.blocks.may_lose(s)]
-            if not losers:
-                return False
-            victim, keep = losers[-1], 0
-            if self.discipline.by_deadline:
-                victim = max(losers, key=lambda s: self.discipline.rank(s, now))
-                keep = 0 if victim is sequence else max(len(victim.blocks) - missing, 0)
-            if not self._preempt(victim, keep, "blocks", sequence) or victim is sequence:
+            losers = self._in_order([s for s in self.running if self.blocks.may_lose(s)], now)
+            gone = None
+            while losers and gone is None:
+                victim, keep = losers.pop(), 0
+                if self.discipline.by_deadline and victim is not sequence:
+                    keep = max(len(victim.blocks) - missing, 0)
+                if self._preempt(victim, keep, "blocks", sequence):
+                    gone = victim
+            if gone is None or gone is sequence:
                 return False
 
     def _make_way(self, now: float) -> None:
@@ -328,7 +329,11 @@ class Scheduler:
                 continue
             if sequence.pending or (self.features is not None and not self.features.starts(sequence)):
                 continue
+            if sequence.swapped is not None and not self._swapped_back(sequence):
+                continue
             need = self.blocks.missing(sequence, self.blocks.match(sequence))
+            if self.blocks.compression is not None:
+                need += self.blocks.reserve(sequence)
             if slots < 1 or need > free:
                 less = [s for s in holders if s.admitted_class > sequence.priority and (s.slot is not None or s.blocks)]
                 obtainable = free + sum(len(s.blocks) for s in less)
@@ -376,23 +381,19 @@ class Scheduler:
                 break  # nothing overtakes it
             if self.features is not None and not self.features.starts(sequence):
                 continue
-            if sequence.swapped is not None and not self._swapped_back(sequence):
-                continue
             hits = blocks.match(sequence)
             ahead = blocks.next_digest(sequence, len(hits))
             if ahead in coming:
                 continue
+            own, alone = blocks.reserve(sequence), not self.running and not found
+            besides = own + kept if blocks.compression is not None else 0 if alone else kept
             need = blocks.missing(sequence, hits)
-            own = blocks.reserve(sequence)
-            alone = not self.running and not found
-            if blocks.compression is not None:
-                least = need + own + kept
-            else:
-                least = need if alone else need + kept
-            while alone and least > self.pool.num_free and self._release_shared(besides=sequence):
-                pass
-            if least > self.pool.num_free:
+            while alone and need + besides > self.pool.num_free and self._release_shared(besides=sequence):
+                need = blocks.missing(sequence, hits)
+            if need + besides > self.pool.num_free:
                 break
+            if sequence.swapped is not None and not self._swapped_back(sequence):
+                continue  # it is being loaded, now that there is room for it
             if hits:
                 need -= sum(self.pool.references(block) == 0 for block in hits)
                 blocks.take(sequence, hits)

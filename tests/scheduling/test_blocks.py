@@ -258,3 +258,26 @@ def test_with_swap_a_compressed_sequence_makes_way_for_a_more_urgent_one_and_com
     assert long.dropped >= dropped
     run.run()
     run.check_endings()
+
+
+def test_compression_takes_nothing_that_is_kept_for_others_where_beginnings_are_shared():
+    """Continuations share their prompt, and each would need copies of its own to be compressed: admission counted the
+    prompt once. Whoever cannot be compressed without what is kept for others is not, and all of them end."""
+    run = loop(blocks=34, max_num_seqs=4, max_model_len=72, ratio=half, prefix_caching=False)
+    run.add([i % 7 for i in range(40)], n=3, max_tokens=30)
+    run.run()
+    run.check_endings()
+    assert run.scheduler.num_preemptions == 0
+
+
+def test_a_step_needs_no_room_on_the_host_for_what_others_hold_too():
+    """Of a preempted continuation only what it alone holds is swapped."""
+    run = loop(blocks=22, max_num_seqs=4, max_model_len=72, prefix_caching=False, swap=1)
+    run.swap._faults = False
+    run.add([i % 7 for i in range(40)], n=3, max_tokens=30)
+    while not run.swap.parcels:
+        run.step()
+    (parcel,) = run.swap.parcels
+    assert len(parcel.content) <= 8
+    run.run()
+    run.check_endings()

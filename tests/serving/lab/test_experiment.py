@@ -11,11 +11,16 @@ from tests.serving.lab.made import EXPERIMENT, experiment
 def test_the_examples_are_experiments(request):
     folder = request.config.rootpath / "examples" / "ablation"
     files = sorted(folder.glob("*.yaml"))
-    assert [file.name for file in files] == ["four-arms.yaml", "gpu-simulated.yaml", "two-minute.yaml"]
+    assert [file.name for file in files] == [
+        "four-arms.yaml",
+        "gpu-simulated.yaml",
+        "recycling.yaml",
+        "two-minute.yaml",
+    ]
     for file in files:
         found = load_experiment(file)
         assert found.baseline_arm.name == "A"
-        assert {arm.name for arm in found.arms} >= {"A", "C"}
+        assert len(found.arms) >= 2
     four = load_experiment(folder / "four-arms.yaml")
     assert four.requests * len(four.seeds) >= 1200
     mix = four.mixes["usual"].mix
