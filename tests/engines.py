@@ -24,6 +24,7 @@ from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.loading import Loaded
+from omni_jax.memory import check_leaks
 from omni_jax.requests import Delta, Request, SamplingParams, TokenLogprob
 from omni_jax.runtime import runner
 from omni_jax.scheduling import Buckets
@@ -190,3 +191,5 @@ def assert_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
     assert stats.encoder_cache_usage == 0.0
+    assert stats.blocks_swapped == 0
+    check_leaks(engine._pool, [])
