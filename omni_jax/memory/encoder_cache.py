@@ -41,6 +41,7 @@ class EncoderCache:
         self._pool = BlockPool(-(-num_rows // rows_per_block) + 1, rows_per_block)
         self._entries: dict[bytes, _Entry] = {}
         self._unused: collections.OrderedDict[bytes, None] = collections.OrderedDict()  # no references; oldest first
+        self._kept = 0  # blocks of the unused
         self.queries = 0
         self.hits = 0
 
@@ -56,9 +57,8 @@ class EncoderCache:
 
     @property
     def usage(self) -> float:
-        """Share of the rows that are held, 0 to 1; those kept for luck are not counted."""
-        kept = sum(len(self._entries[key].blocks) for key in self._unused)
-        return (self._pool.num_used - kept) / self._pool.num_usable
+        """Share of the rows that are held, 0 to 1; those kept for luck are not counted. Any thread may ask."""
+        return (self._pool.num_used - self._kept) / self._pool.num_usable
 
     def fits(self, length: int) -> bool:
         """Whether features of so many tokens could be held at all."""
@@ -78,7 +78,9 @@ class EncoderCache:
         self.queries += 1
         self.hits += known
         entry.references += 1
-        self._unused.pop(span.key, None)
+        if span.key in self._unused:
+            del self._unused[span.key]
+            self._kept -= len(entry.blocks)
         return True
 
     def release(self, key: bytes) -> None:
@@ -93,6 +95,7 @@ class EncoderCache:
             self._drop(key)
         else:
             self._unused[key] = None
+            self._kept += len(entry.blocks)
 
     def rows(self, key: bytes) -> np.ndarray:
         """int32 [length]: where the features lie."""
@@ -119,6 +122,7 @@ class EncoderCache:
         for key in list(self._entries):
             self._drop(key)
         self._unused.clear()
+        self._kept = 0
 
     def _allocate(self, count: int) -> list[int] | None:
         spare = [key for key in self._unused if self._entries[key].state == "ready"]
@@ -128,6 +132,7 @@ class EncoderCache:
             if self._pool.num_free >= count:
                 break
             del self._unused[key]
+            self._kept -= len(self._entries[key].blocks)
             self._drop(key)
         return self._pool.allocate(count)
 
