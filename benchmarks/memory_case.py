@@ -107,6 +107,7 @@ class MemoryCase:
         def look():
             nonlocal used, allocated, sequences, steps
             stats = self._engine.stats()
+            assert stats.pool is not None
             filled = sum(stats.pool.active_slots.values())
             steps += 1
             used += filled
