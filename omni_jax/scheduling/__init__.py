@@ -6,8 +6,8 @@ from omni_jax.scheduling.discipline import Discipline, FirstCome, SLOFirst
 from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig
-from omni_jax.scheduling.plan import Row, StepPlan
-from omni_jax.scheduling.scheduler import Accepted, Scheduler
+from omni_jax.scheduling.plan import Accepted, Row, StepPlan
+from omni_jax.scheduling.scheduler import Scheduler
 
 __all__ = [
     "Accepted",

@@ -241,6 +241,14 @@ class Blocks:
         self.cut(sequence, keep)
         return False
 
+    def is_back(self, sequence: Sequence) -> bool:
+        """Whether what was swapped out of a waiting sequence, if anything, could be brought back at once. Starts what
+        is needed for that."""
+        if sequence.swapped is None:
+            return True
+        assert self.swap is not None
+        return self.swap.is_ready(sequence.swapped.parcel)
+
     def restore(self, sequence: Sequence) -> bool:
         """Brings back what was swapped out of a sequence that has got all its blocks. False: it is lost, and has to be
         computed again."""

@@ -1,8 +1,9 @@
-"""What a batch may hold, and what a request may ask for."""
+"""What a batch may hold, what a request may ask for, and when it has got it."""
 
 import dataclasses
 
-from omni_jax.requests import InvalidRequest, Request
+from omni_jax.requests import InvalidRequest, Request, Sequence
+from omni_jax.requests.outputs import FinishReason
 from omni_jax.scheduling.buckets import Buckets
 
 
@@ -64,3 +65,14 @@ def output_room(request: Request, max_model_len: int) -> int:
             param="prompt",
         )
     return room if asked is None else min(asked, room)
+
+
+def ending(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:
+    """Whether its latest token ends a sequence, and how: (reason, the stop id that did it)."""
+    params = sequence.request.params
+    if sequence.num_output > params.min_tokens:
+        if token in eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token in params.stop_token_ids:
+            return "stop", token
+    return ("length", None) if sequence.num_output >= sequence.max_output else None

@@ -77,3 +77,18 @@ class StepPlan:
     @property
     def num_sampled(self) -> int:
         return sum(row.sample for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """What commit made of one row.
+
+    Attributes:
+        row: the row.
+        token: the token its sequence has gained, if it sampled one.
+        index: the row's place in the plan.
+    """
+
+    row: Row
+    token: int | None
+    index: int

@@ -22,36 +22,20 @@ taken from the least urgent, which keeps its blocks; and blocks, when there are 
 """
 
 import bisect
-import dataclasses
-import heapq
 import math
 from collections.abc import Iterable
 
-from omni_jax.cost import CostModel, StepShape
+from omni_jax.cost import CostModel
 from omni_jax.memory import BlockPool
 from omni_jax.requests import InvalidRequest, MediaSpan, Request, Sequence
 from omni_jax.requests.outputs import FinishReason
+from omni_jax.scheduling import budget
 from omni_jax.scheduling.blocks import Blocks
-from omni_jax.scheduling.discipline import Discipline, FirstCome, deadline
+from omni_jax.scheduling.discipline import Discipline, FirstCome
 from omni_jax.scheduling.events import Cause, Event, name
 from omni_jax.scheduling.features import Features
-from omni_jax.scheduling.limits import SchedulerConfig, output_room
-from omni_jax.scheduling.plan import Row, StepPlan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Accepted:
-    """What commit made of one row.
-
-    Attributes:
-        row: the row.
-        token: the token its sequence has gained, if it sampled one.
-        index: the row's place in the plan.
-    """
-
-    row: Row
-    token: int | None
-    index: int
+from omni_jax.scheduling.limits import SchedulerConfig, ending, output_room
+from omni_jax.scheduling.plan import Accepted, Row, StepPlan
 
 
 class Scheduler:
@@ -200,11 +184,17 @@ class Scheduler:
             self._make_way(now)
         decoding, prefilling = self._catching_up(now)
         self._decoding, self._step_seconds = decoding, 0.0
-        budget = self._most_tokens(decoding, now) - len(decoding)
+        most = budget.most_tokens(
+            decoding,
+            most=self.config.max_num_batched_tokens,
+            seconds=self.discipline.step_seconds(decoding, now),
+            buckets=self.config.buckets,
+            cost=self.cost,
+        ) - len(decoding)
         wanted = sum(self._computable(s) for s in prefilling)
         # By deadline, who waits may come before who runs; first come, first served, who runs came before.
-        admissible = self._admissible(budget if by_deadline else budget - wanted, prefilling, before)
-        wanted = min(budget, wanted + sum(self._computable(s) for s in admissible))
+        admissible = self._admissible(most if by_deadline else most - wanted, prefilling, before)
+        wanted = min(most, wanted + sum(self._computable(s) for s in admissible))
         if not decoding and not wanted:
             return None
 
@@ -236,27 +226,6 @@ class Scheduler:
         if not self.discipline.by_deadline:
             return list(queue)
         return sorted(queue, key=lambda s: self.discipline.rank(s, now))
-
-    def _most_tokens(self, decoding: list[Sequence], now: float) -> int:
-        """Tokens the next step may have: the largest compiled size that keeps who decodes within its objective, and
-        some tokens of a prompt in any case."""
-        most = self.config.max_num_batched_tokens
-        seconds = self.discipline.step_seconds(decoding, now)
-        if self.cost is None or seconds == math.inf:
-            return most
-        context = sum(sequence.computed + 1 for sequence in decoding)
-        fitting = len(decoding)
-        for size in self.config.buckets.mixed:
-            if size <= len(decoding):
-                continue
-            tokens = min(size, most)
-            shape = StepShape(
-                kind="mixed", size=size, rows=len(decoding) + 1, tokens=tokens, context=context, attended=context
-            )
-            if fitting > len(decoding) and self.cost.seconds(shape) > seconds:
-                break
-            fitting = tokens
-        return fitting
 
     def _catching_up(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with one token to compute, each with the block it needs; and those with more or to score.
@@ -329,7 +298,7 @@ class Scheduler:
                 continue
             if sequence.pending or (self.features is not None and not self.features.starts(sequence)):
                 continue
-            if sequence.swapped is not None and not self._swapped_back(sequence):
+            if not self.blocks.is_back(sequence):
                 continue
             need = self.blocks.missing(sequence, self.blocks.match(sequence))
             if self.blocks.compression is not None:
@@ -357,7 +326,7 @@ class Scheduler:
                 self._ask_again(victim)
             blocks -= self.pool.num_free - before
 
-    def _admissible(self, budget: int, prefilling: list[Sequence], before: float) -> list[Sequence]:
+    def _admissible(self, left: int, prefilling: list[Sequence], before: float) -> list[Sequence]:
         """Waiting sequences that could start now, in order, until the budget is used. What the cache has of them they
         hold from here on; nothing else is taken yet.
 
@@ -365,7 +334,7 @@ class Scheduler:
             prefilling: those that run. Who would compute the same next block as one of them, or as one found here, lets
                 it, as long as that one had its turn in the plan made `before`.
         """
-        if budget <= 0 or not self._free_slots:
+        if left <= 0 or not self._free_slots:
             return []
         blocks, found, slots = self.blocks, [], len(self._free_slots)
         # Room for each running sequence to grow, or what is admitted would soon be preempted again; and what is found
@@ -373,7 +342,7 @@ class Scheduler:
         kept = sum(blocks.reserve(s) for s in self.running)
         coming = {blocks.next_digest(s) for s in prefilling if s.served_at >= before} - {None}
         for sequence in self._in_order(self.waiting, self._planned_at):
-            if budget <= 0 or slots <= len(found):
+            if left <= 0 or slots <= len(found):
                 break
             if sequence.pending:  # (d)
                 if self.discipline.by_deadline:
@@ -392,7 +361,7 @@ class Scheduler:
                 need = blocks.missing(sequence, hits)
             if need + besides > self.pool.num_free:
                 break
-            if sequence.swapped is not None and not self._swapped_back(sequence):
+            if not self.blocks.is_back(sequence):
                 continue  # it is being loaded, now that there is room for it
             if hits:
                 need -= sum(self.pool.references(block) == 0 for block in hits)
@@ -406,52 +375,25 @@ class Scheduler:
             if ahead is not None:
                 coming.add(ahead)
             kept += need + own
-            budget -= self._computable(sequence)
+            left -= self._computable(sequence)
         return found
 
-    def _swapped_back(self, sequence: Sequence) -> bool:
-        """Whether what was swapped out of a waiting sequence could be brought back at once."""
-        assert self.blocks.swap is not None
-        assert sequence.swapped is not None
-        return self.blocks.swap.is_ready(sequence.swapped.parcel)
-
-    def _shares(self, candidates: list[Sequence], left: int, now: float) -> list[tuple[Sequence, int]]:
+    def _shares(self, candidates: list[Sequence], left: int, now: float) -> budget.Shares:
         """How many tokens each candidate gets of those that are left; who gets some is admitted."""
-        if self.discipline.by_deadline:
-            return self._shares_by_deadline(candidates, left, now)
-        shares = []
-        for sequence in candidates:
-            if left <= 0 or (not self.config.chunked_prefill and self._computable(sequence) > left):
-                break
-            if sequence.slot is None and not self._admit(sequence, now):
-                break
-            shares.append((sequence, min(self._computable(sequence), left)))
-            left -= shares[-1][1]
-        return shares
 
-    def _shares_by_deadline(self, candidates: list[Sequence], left: int, now: float) -> list[tuple[Sequence, int]]:
-        """Segment after segment, whichever is the most urgent."""
-        shares: dict[Sequence, int] = {}
-        heap = [(self.discipline.rank(s, now), i) for i, s in enumerate(candidates)]
-        heapq.heapify(heap)
-        while left > 0 and heap:
-            rank, i = heapq.heappop(heap)
-            sequence = candidates[i]
-            if sequence.slot is None and not self._admit(sequence, now):
-                continue
-            share = shares.get(sequence, 0)
-            segment = sequence.segment_at(sequence.computed + share)
-            whole = self._computable(sequence) - share
-            count = min(left, whole if segment is None else min(whole, segment.stop - sequence.computed - share))
-            shares[sequence] = share + count
-            left -= count
-            following = sequence.segment_at(sequence.computed + share + count)
-            if count < whole and following is not None and segment is not None:
-                aged = rank[0] - segment.priority
-                heapq.heappush(heap, ((aged + following.priority, following.deadline, sequence.order), i))
-            elif count < whole:
-                heapq.heappush(heap, (rank, i))  # output that is computed again follows its prompt
-        return list(shares.items())
+        def admit(sequence: Sequence) -> bool:
+            return self._admit(sequence, now)
+
+        if self.discipline.by_deadline:
+            return budget.by_deadline(
+                candidates,
+                left,
+                computable=self._computable,
+                admit=admit,
+                rank=lambda sequence: self.discipline.rank(sequence, now),
+            )
+        in_chunks = self.config.chunked_prefill
+        return budget.by_arrival(candidates, left, computable=self._computable, admit=admit, in_chunks=in_chunks)
 
     def _note_pauses(self, prefilling: list[Sequence], now: float) -> None:
         """Who has begun its prompt and got nothing of this step is paused until it gets something again."""
@@ -530,20 +472,17 @@ class Scheduler:
         return self.features.next_batch(self._in_order([*self.running, *self.waiting], self._planned_at))
 
     def may_encode(self, seconds: float) -> bool:
-        """Whether a slice of the encoder that takes so long may run beside the step planned last.
-
-        First come, first served: always. By deadline: not while somebody decodes who stands before all that wait for
-        pictures and would get its next token late. Who decodes faster than its objective soon has the lead that a slice
-        takes; and who waits rises by aging, so that no picture is put off for ever.
-        """
+        """Whether a slice of the encoder that takes so long may run beside the step planned last. First come, first
+        served: always. By deadline, who decodes may be in the way; see budget.slice_fits."""
         if not self.discipline.by_deadline or self.features is None:
             return True
         now = self._planned_at
-        late = [s for s in self._decoding if deadline(s) < now + self._step_seconds + seconds]
-        if not late:
-            return True
-        first = min(self.discipline.rank(s, now) for s in late)
-        return any(self.discipline.rank(s, now) < first for s in self.features.awaiting(self.running, self.waiting))
+        return budget.slice_fits(
+            self._decoding,
+            self.features.awaiting(self.running, self.waiting),
+            until=now + self._step_seconds + seconds,
+            rank=lambda sequence: self.discipline.rank(sequence, now),
+        )
 
     def encoded(self, batch: Iterable[MediaSpan]) -> None:
         """Steps that are planned from now on find the features of `batch` on the device."""
@@ -577,24 +516,14 @@ class Scheduler:
                     if sequence.first_token_at is None:
                         sequence.first_token_at = now
                     sequence.known.append(token)
-                    self._end_if_due(sequence, token)
+                    if end := ending(sequence, token, self.config.eos_token_ids):
+                        self.finish(sequence, *end)
             elif not sequence.max_output and row.start + row.count >= sequence.num_prompt:
                 self.finish(sequence, "length")
             accepted.append(
                 Accepted(row=row, token=token if row.sample and token is not None and token >= 0 else None, index=index)
             )
         return accepted
-
-    def _end_if_due(self, sequence: Sequence, token: int) -> None:
-        params = sequence.request.params
-        if sequence.num_output > params.min_tokens:
-            if token in self.config.eos_token_ids and not params.ignore_eos:
-                return self.finish(sequence, "stop")
-            if token in params.stop_token_ids:
-                return self.finish(sequence, "stop", token)
-        if sequence.num_output >= sequence.max_output:
-            self.finish(sequence, "length")
-        return None
 
     # -- blocks and slots ---------------------------------------------------------------------------------------------
 
