@@ -141,6 +141,11 @@ class EngineConfig:
             )
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ValueError('preemption_mode "swap" needs a swap_space above 0')
+        if self.enable_adaptive_compression and self.preemption_mode == "recompute":
+            raise ValueError(
+                'enable_adaptive_compression cannot go with preemption_mode "recompute": what compression has dropped '
+                "is not the same when it is computed again; leave preemption_mode at auto"
+            )
         if not 0 <= self.kv_compress_ratio < 1:
             raise ValueError(f"kv_compress_ratio must be in [0, 1), got {self.kv_compress_ratio}")
         if self.kv_compress_controller is not None:

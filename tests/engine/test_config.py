@@ -19,6 +19,7 @@ from omni_jax.engine.config import EngineConfig
         ({"preemption_mode": "drop"}, '"auto", "swap" or "recompute", got \'drop\''),
         ({"preemption_mode": "swap"}, "needs a swap_space above 0"),
         *(({"kv_compress_ratio": value}, r"must be in \[0, 1\)") for value in (-0.1, 1, math.nan)),
+        ({"enable_adaptive_compression": True, "preemption_mode": "recompute"}, "cannot go with preemption_mode"),
         ({"kv_compress_controller": "a.b:c"}, "needs enable_adaptive_compression"),
         (
             {"kv_compress_controller": "a.b", "enable_adaptive_compression": True},
