@@ -58,9 +58,14 @@ class SLOFirst:
         allowed = math.inf
         for sequence in decoding:
             slo = sequence.request.slo
-            if slo is None or slo.tpot_ms is None or allowed <= slo.tpot_ms / 1000:
+            if slo is None or slo.tpot_ms is None:
                 continue
-            allowed = min(allowed, max(deadline(sequence) - now, slo.tpot_ms / 1000))
+            interval = slo.tpot_ms / 1000
+            if allowed <= interval:
+                continue
+            left = deadline(sequence) - now
+            if left < allowed:
+                allowed = left if left > interval else interval
         return allowed
 
 
@@ -70,7 +75,7 @@ Discipline = FirstCome | SLOFirst
 def deadline(sequence: Sequence) -> float:
     """When what a sequence computes next is due: the segment of its prompt it is in, or its next token."""
     request = sequence.request
-    if sequence.computed < sequence.num_prompt:
+    if sequence.computed < sequence.num_prompt:  # a step asks this of each sequence: it is written to be quick
         segment = sequence.segment
         return math.inf if segment is None else segment.deadline
     if request.slo is None or sequence.first_token_at is None:

@@ -288,10 +288,13 @@ class Scheduler:
         Who takes is judged by its class, who gives by the class it had risen to when it was admitted: so two do not
         take from each other in turn, and who was admitted because it had waited for long keeps what it has.
         """
-        holders = [s for s in (*self.running, *self.waiting) if s.admitted_class < math.inf and self.blocks.may_lose(s)]
-        least = max((s.admitted_class for s in holders), default=-math.inf)
-        if not any(s.most_urgent < least for s in self.waiting):
+        first = min((s.most_urgent for s in self.waiting), default=math.inf)
+        holders = [
+            s for s in (*self.running, *self.waiting) if first < s.admitted_class < math.inf and self.blocks.may_lose(s)
+        ]
+        if not holders:
             return
+        least = max(s.admitted_class for s in holders)
         slots, free = len(self._free_slots), self._unreserved()
         for sequence in self._in_order(self.waiting, now):
             if sequence.priority >= least:

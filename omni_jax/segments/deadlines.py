@@ -96,8 +96,7 @@ def decode_deadline(slo: SLO, arrival: float, first_token_at: float, tokens_out:
         tokens_out: tokens that have come, at least one.
     """
     pace = math.inf if slo.tpot_ms is None else first_token_at + slo.tpot_ms / 1000 * tokens_out
-    end = math.inf if slo.e2e_ms is None else arrival + slo.e2e_ms / 1000
-    return min(pace, end)
+    return pace if slo.e2e_ms is None else min(pace, arrival + slo.e2e_ms / 1000)
 
 
 def _shares(segments: Sequence[Segment], cost: "CostModel", media: Sequence[MediaSpan]) -> list[float]:
