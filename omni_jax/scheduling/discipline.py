@@ -21,6 +21,10 @@ class FirstCome:
         """Where a sequence stands; smaller is served first."""
         return (0, 0.0, sequence.order)
 
+    def standing(self, sequence: Sequence) -> float:
+        """Where a sequence stands where two could take something from each other in turn; before ties, see SLOFirst."""
+        return 0.0
+
     def step_seconds(self, decoding: Iterable[Sequence], now: float) -> float:
         """How long the next step may take."""
         return math.inf
@@ -50,6 +54,12 @@ class SLOFirst:
         """Where a sequence stands; smaller is served first."""
         raised = (now - sequence.served_at) // self.aging_seconds
         return (sequence.priority - raised, deadline(sequence), sequence.order)
+
+    def standing(self, sequence: Sequence) -> float:
+        """Where a sequence stands where two could take something from each other in turn: by class, which falls evenly
+        with the time since it was served. As time goes by, the order of two that wait stays what it is; by rank,
+        whoever has just risen by a class would come first, now one and now the other."""
+        return sequence.priority + sequence.served_at / self.aging_seconds
 
     def step_seconds(self, decoding: Iterable[Sequence], now: float) -> float:
         """How long the next step may take for every decoding sequence to keep its pace: until the first of their next

@@ -64,7 +64,8 @@ class Features:
 
         Args:
             waiting: those that may have to give back what they hold, last first.
-            rank: the order of service; smaller is first.
+            rank: who comes first: smaller. Of two that wait it must not change with time, or they could take features
+                from each other in turn, for ever.
         """
 
         def place(sequence: Sequence) -> tuple[bool, Any]:

@@ -151,8 +151,7 @@ class Scheduler:
         live = [s for family in self._live.values() for s in family if s.finish_reason is None]
         hidden = {child for sequence in live for child in sequence.children}  # in no queue yet: they ask for nothing
         for sequence in live:
-            if sequence.pending or sequence.blocks:
-                self.blocks.forget(sequence)  # what it rests on is lost, or its last rows were never written
+            self.blocks.forget(sequence)  # its last rows may be those that were never written
             sequence.pending = 0
             if sequence.slot is not None:
                 self._cut(sequence, 0)
@@ -217,9 +216,9 @@ class Scheduler:
         return plan
 
     def _ask(self) -> None:
-        """Takes references to the features that sequences need, in the order of service."""
+        """Takes references to the features that sequences need, in an order that time alone does not change."""
         if self.features is not None:
-            self.features.ask(self.waiting, lambda sequence: self.discipline.rank(sequence, self._planned_at))
+            self.features.ask(self.waiting, lambda sequence: (self.discipline.standing(sequence), sequence.order))
 
     def _in_order(self, queue: list[Sequence], now: float) -> list[Sequence]:
         """A copy of a queue in the order of service. Both queues are kept in order of arrival."""
@@ -353,6 +352,8 @@ class Scheduler:
                 break  # nothing overtakes it
             if self.features is not None and not self.features.starts(sequence):
                 continue
+            if not self._computable(sequence):
+                continue  # all is computed, and its end in flight
             hits = blocks.match(sequence)
             ahead = blocks.next_digest(sequence, len(hits))
             if ahead in coming:
