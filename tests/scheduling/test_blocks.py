@@ -281,3 +281,17 @@ def test_a_step_needs_no_room_on_the_host_for_what_others_hold_too():
     assert len(parcel.content) <= 8
     run.run()
     run.check_endings()
+
+
+def test_a_step_that_raises_forgets_what_was_swapped():
+    """Its last rows may be those of the step: a request that only scores would wait for ever for their end."""
+    run = loop(blocks=16, max_num_seqs=4, prefix_caching=False, swap=1)
+    run.swap._faults = False
+    for n in range(3):
+        run.add([(n + i * i) % 7 for i in range(20)], max_tokens=30)
+    while not run.swap.parcels:
+        run.step()
+    run.fail_step(dispatched=True)
+    assert not run.swap.parcels
+    run.run()
+    run.check_endings()
