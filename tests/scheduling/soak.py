@@ -316,12 +316,14 @@ class Soak:
 
     def check_order(self, plan: StepPlan, ranks: dict[Sequence, tuple[Rank, int]]) -> None:
         """Who gets a slot stood before all who could have got it and did not: so whoever stands first is next. Those
-        that the plan took blocks from are left out: they begin anew, and by an earlier deadline."""
+        that the plan took blocks from are left out: they begin anew, and by another deadline; and those whose end is in
+        flight."""
         admitted = [row for row in plan.rows if row.admit and row.sequence in ranks]
         last = max((ranks[r.sequence][0] for r in admitted if r.start == ranks[r.sequence][1]), default=None)
         if last is not None:
             starts = (lambda s: True) if self.features is None else self.features.starts
-            assert all(last < rank for s, (rank, _) in ranks.items() if s.slot is None and starts(s)), "overtaken"
+            could = [s for s, (_, computed) in ranks.items() if s.computed == computed and s.uncomputed and starts(s)]
+            assert all(last < ranks[s][0] for s in could if s.slot is None), "overtaken"
 
     def audit(self) -> None:
         """Nothing leaked, nobody lost, nobody starved."""
