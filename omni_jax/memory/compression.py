@@ -1,9 +1,9 @@
 """How much of a sequence's cache may be dropped, by decode step: the default schedule, and functions of one's own."""
 
 import functools
-import importlib
 from collections.abc import Callable
-from typing import cast
+
+from omni_jax.own_code import load_function
 
 Controller = Callable[[int, int], float]  # (decode step, most decode steps) -> share of the tokens that may be dropped
 
@@ -14,7 +14,7 @@ KEPT = 4096  # lengths whose schedules are remembered
 
 
 class BadController(ValueError):
-    """A controller that cannot be used, or that returned nonsense."""
+    """A controller that raised or returned nonsense."""
 
 
 def default_ratio(step: int, total: int, *, cap: float) -> float:
@@ -38,12 +38,13 @@ class Schedule:
         cap: share that is dropped at most.
 
     Raises:
-        BadController: there is no such function, or it returns nonsense or raises for a length of 256.
+        ValueError: there is no such function.
+        BadController: it returns nonsense or raises for a length of 256.
     """
 
     def __init__(self, path: str | None, cap: float):
         self._path, self._cap = path, cap
-        self._controller = None if path is None else _load(path)
+        self._controller = None if path is None else load_function(path, "compression controller")
         self._table = functools.lru_cache(KEPT)(self._tabulate)
         self.check(256)
 
@@ -77,14 +78,3 @@ class Schedule:
                 "to below 1"
             )
         return min(float(found), self._cap)
-
-
-def _load(path: str) -> Controller:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadController(f"no controller at {path!r}: {error}; expected package.module:function") from error
-    if not callable(found):
-        raise BadController(f"the controller {path!r} is no function but {found!r}")
-    return cast(Controller, found)

@@ -8,11 +8,11 @@ Candidates are only blocks that nobody holds and no cached block continues, so a
 """
 
 import dataclasses
-import importlib
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
+
+from omni_jax.own_code import load_function
 
 HALF_LIFE_SECONDS = 600.0  # a use counts half so long after it
 PINNED_BLOCKS = 64  # from the beginning of a text; with 16 tokens a block 1,024, as long as most system prompts
@@ -83,7 +83,9 @@ def make_recycling(name: str) -> RecyclingPolicy:
     """
     if name in POLICIES:
         return POLICIES[name]
-    policy = _checked(name, _load(name))
+    policy = _checked(
+        name, load_function(name, "recycling policy", f"{', '.join(POLICIES)} or 'package.module:function'")
+    )
     for modality in ("text", "image", "video", "table"):
         policy(BlockUse(modality=modality, depth=0, last_used=0.0, uses=1.0))
     return policy
@@ -104,22 +106,3 @@ def _checked(path: str, function: Callable[[BlockUse], Any]) -> RecyclingPolicy:
         return value
 
     return policy
-
-
-def _load(path: str) -> Callable[[BlockUse], Any]:
-    module, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-        raise ValueError(f"recycling policy {path!r}: expected {', '.join(POLICIES)} or 'package.module:function'")
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # importing runs somebody else's code
-        raise ValueError(
-            f"recycling policy {path!r}: cannot import {module}: {type(error).__name__}: {error}"
-        ) from error
-    try:
-        function = operator.attrgetter(name)(found)
-    except AttributeError as error:
-        raise ValueError(f"recycling policy {path!r}: {module} has no {name}") from error
-    if not callable(function):
-        raise ValueError(f"recycling policy {path!r}: {name} is a {type(function).__name__}, which cannot be called")
-    return function

@@ -2,11 +2,11 @@
 
 import bisect
 import dataclasses
-import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
 
+from omni_jax.own_code import load_function
 from omni_jax.requests import InvalidRequest
 from omni_jax.segments.segment import MODALITIES, Modality, PromptView, Segment, check_cover
 
@@ -21,7 +21,7 @@ def custom(path: str) -> Callable[[PromptView], tuple[Segment, ...]]:
         ValueError: no such module or function, or it cannot be called. The policy itself raises InvalidRequest when
             the function fails, or its segments do not cover the prompt exactly once, in order.
     """
-    function = _load(path)
+    function = load_function(path, "segment policy")
 
     def policy(view: PromptView) -> tuple[Segment, ...]:
         try:
@@ -40,23 +40,6 @@ def custom(path: str) -> Callable[[PromptView], tuple[Segment, ...]]:
         return segments
 
     return policy
-
-
-def _load(path: str) -> Callable[[PromptView], Any]:
-    module, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-        raise ValueError(f"segment policy {path!r}: expected 'package.module:function'")
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # importing runs somebody else's code
-        raise ValueError(f"segment policy {path!r}: cannot import {module}: {type(error).__name__}: {error}") from error
-    try:
-        function = operator.attrgetter(name)(found)
-    except AttributeError as error:
-        raise ValueError(f"segment policy {path!r}: {module} has no {name}") from error
-    if not callable(function):
-        raise ValueError(f"segment policy {path!r}: {name} is a {type(function).__name__}, which cannot be called")
-    return function
 
 
 def _segment(path: str, view: PromptView, number: int, item: Any) -> Segment:
