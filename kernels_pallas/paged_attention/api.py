@@ -38,6 +38,21 @@ class PagedBatch:
     decode: bool = dataclasses.field(metadata={"static": True})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedKernels:
+    """Which implementation computes what, by name. A named one never falls back.
+
+    Attributes:
+        decode: attention of batches with one query a row.
+        mixed: attention of all other batches.
+        write: of new keys and values into their pages.
+    """
+
+    decode: str = "xla"
+    mixed: str = "xla"
+    write: str = "xla"
+
+
 def paged_attention(
     query: Float[Array, "tokens heads head_dim"],
     key_pages: Pages,

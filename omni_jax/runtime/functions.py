@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.paged_attention import PagedBatch, paged_attention, write_pages
+from kernels_pallas.paged_attention import PagedBatch, PagedKernels, paged_attention, write_pages
 from omni_jax.models import ModelConfig, Split
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import sampling
@@ -34,6 +34,7 @@ class StepShapes:
         block_size: tokens a block.
         vocab_size: logits a row.
         reads_media: the model takes features of pictures and has M-RoPE.
+        kernels: implementations of attention over the cache.
     """
 
     rows: int
@@ -42,6 +43,7 @@ class StepShapes:
     block_size: int
     vocab_size: int
     reads_media: bool = False
+    kernels: PagedKernels = dataclasses.field(default_factory=PagedKernels)
 
     @property
     def alternatives(self) -> int:
@@ -140,8 +142,14 @@ def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, 
         def attend(layer, query, key, value):
             pages[2 * layer] = write_pages(pages[2 * layer], key, page, offset)
             pages[2 * layer + 1] = write_pages(pages[2 * layer + 1], value, page, offset)
-            scale = config.head_dim**-0.5
-            return paged_attention(query, pages[2 * layer], pages[2 * layer + 1], batch, scale=scale)
+            return paged_attention(
+                query,
+                pages[2 * layer],
+                pages[2 * layer + 1],
+                batch,
+                scale=config.head_dim**-0.5,
+                implementation=shapes.kernels.decode if decode else shapes.kernels.mixed,
+            )
 
         if shapes.reads_media:
             hidden = decoder.merge(leaves)(tokens, field["rotary"], attend, features, field["feature_row"])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.paged_attention import PagedKernels
 from omni_jax import compat
 from omni_jax.models import ModelConfig, Weights
 from omni_jax.requests import SamplingParams, Sequence
@@ -50,6 +51,7 @@ class RunnerConfig:
         kv_cache_dtype: see state.abstract_pool.
         swap: blocks can be read and written.
         compression: sequences can be compacted.
+        kernels: implementations of attention over the cache.
     """
 
     max_num_seqs: int
@@ -63,6 +65,7 @@ class RunnerConfig:
     kv_cache_dtype: KVCacheDtype = "auto"
     swap: bool = False
     compression: bool = False
+    kernels: PagedKernels = dataclasses.field(default_factory=PagedKernels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,7 @@ class Runner:
             block_size=config.block_size,
             vocab_size=model.vocab_size,
             reads_media=model.vision is not None,
+            kernels=config.kernels,
         )
         self.encoder = None
         if model.vision is not None:
