@@ -13,7 +13,10 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention import reference, xla
-from kernels_pallas.paged_attention.pages import Pages, QuantPages
+from kernels_pallas.paged_attention.pages import Pages, QuantPages, write_pages
+
+IMPLEMENTATIONS = ("mosaic", "reference", "triton", "xla")
+WRITE_IMPLEMENTATIONS = ("triton", "xla")
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +63,7 @@ def paged_attention(
     batch: PagedBatch,
     *,
     scale: float,
+    window: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of each query over its row's tokens up to and including its own.
@@ -77,10 +81,14 @@ def paged_attention(
         value_pages: values, likewise.
         batch: rows, lengths and tables.
         scale: multiplies the scores, usually head_dim ** -0.5.
-        implementation: `xla` or `reference`; a named one never falls back. None takes the best for the platform.
+        window: a query at position p sees the keys p - window + 1 to p only (Hugging Face's `sliding_window`); None
+            lets it see all.
+        implementation: `xla`, `reference`, `triton` (NVIDIA GPUs, A100 and newer) or `mosaic` (Hopper, decode batches
+            only); a named one never falls back. None is `xla`.
 
     Raises:
-        ValueError: shapes do not fit each other, keys are quantised and values not, or no such implementation.
+        ValueError: shapes do not fit each other, keys are quantised and values not, the window is empty, there is no
+            such implementation, or it does not support these shapes.
     """
     tokens, heads, head_dim = query.shape
     if key_pages.shape != value_pages.shape or key_pages.shape[3] != head_dim or heads % key_pages.shape[1]:
@@ -100,8 +108,69 @@ def paged_attention(
         raise ValueError(
             f"paged_attention: a decode batch of {batch.kv_len.shape[0]} rows has {tokens} queries, not one a row"
         )
-    implementations: dict[str, Callable] = {"xla": xla.attention, "reference": reference.attention}
-    chosen = implementation or "xla"
-    if chosen not in implementations:
-        raise ValueError(f"paged_attention: no implementation {chosen!r}, there are {sorted(implementations)}")
-    return implementations[chosen](query, key_pages, value_pages, batch, scale=scale)
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: a window of {window} tokens sees nothing, it must be at least 1 or None")
+    attention = _attention(implementation or "xla", decode=batch.decode)
+    return attention(query, key_pages, value_pages, batch, scale=scale, window=window)
+
+
+def write_kv(
+    key_pages: Pages,
+    value_pages: Pages,
+    key: Float[Array, "tokens kv_heads head_dim"],
+    value: Float[Array, "tokens kv_heads head_dim"],
+    page: Int[Array, "tokens"],
+    offset: Int[Array, "tokens"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Pages, Pages]:
+    """Writes keys and values of new tokens, quantised if the pages are. In place, when the caller donates the pages.
+
+    Args:
+        key_pages: where the keys go.
+        value_pages: where the values go.
+        key: a row a token.
+        value: likewise.
+        page: of each token; 0 for padding, whose rows may overwrite each other in any order. No slot of another page
+            may be named twice.
+        offset: of each token within its page.
+        implementation: `xla` (None too) or `triton` (one launch for both); a named one never falls back.
+
+    Returns:
+        key pages and value pages.
+
+    Raises:
+        ValueError: no such implementation, or it does not support these shapes.
+    """
+    match implementation or "xla":
+        case "xla":
+            return write_pages(key_pages, key, page, offset), write_pages(value_pages, value, page, offset)
+        case "triton":
+            from kernels_pallas.paged_attention import triton_write
+
+            return triton_write.write_kv(key_pages, value_pages, key, value, page, offset)
+        case other:
+            raise ValueError(f"write_kv: no implementation {other!r}, there are {list(WRITE_IMPLEMENTATIONS)}")
+
+
+def _attention(implementation: str, *, decode: bool) -> Callable:
+    """The function of that name. Pallas is imported by who asks for it: it costs half a second, and is not needed on a
+    CPU."""
+    match implementation:
+        case "xla":
+            return xla.attention
+        case "reference":
+            return reference.attention
+        case "triton" if decode:
+            from kernels_pallas.paged_attention import triton_decode
+
+            return triton_decode.attention
+        case "triton":
+            from kernels_pallas.paged_attention import triton_mixed
+
+            return triton_mixed.attention
+        case "mosaic":
+            from kernels_pallas.paged_attention import mosaic
+
+            return mosaic.attention
+    raise ValueError(f"paged_attention: no implementation {implementation!r}, there are {list(IMPLEMENTATIONS)}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from kernels_pallas.paged_attention.pages import QuantPages
 
 
-def attention(query, key_pages, value_pages, batch, *, scale):
+def attention(query, key_pages, value_pages, batch, *, scale, window=None):
     """See `api.paged_attention`. Materialises every row's whole context for every query."""
     tokens, heads, head_dim = query.shape
     _, kv_heads, page_size, _ = key_pages.shape
@@ -30,6 +30,8 @@ def attention(query, key_pages, value_pages, batch, *, scale):
         return by_row.astype(jnp.float32)[row]
 
     visible = jnp.arange(context)[None, :] <= position[:, None]
+    if window is not None:
+        visible &= jnp.arange(context)[None, :] > position[:, None] - window
     keys, values = rows_of(key_pages), jnp.where(visible[:, :, None, None], rows_of(value_pages), 0)
     grouped = query.astype(jnp.float32).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("tkgd,tskd->tkgs", grouped, keys, precision="highest") * scale

@@ -8,7 +8,8 @@ Single-token rows and longer rows are computed apart, each as a loop with online
 - Prefill: a query tile is up to `QUERY_TILE` consecutive queries of one row. Tiles are taken `PREFILL_TILES` at a
   time in order, each group up to the longest context in it; neighbours mostly belong to one row, so little is wasted.
 
-Both loops have trip counts that depend on the data, not on the shapes: padding costs nothing.
+Both loops have trip counts that depend on the data, not on the shapes: padding costs nothing, and neither do key tiles
+that lie wholly before a sliding window.
 
 Quantised pages are scaled tile by tile as they are gathered; from there on all is float32, whatever the query is, and
 only the result is rounded. On the CPU this was measured on, applying the scales to scores and weights instead is no
@@ -30,13 +31,13 @@ PREFILL_TILES = 2
 MASKED = -1e30  # finite, so that a row with nothing visible yet gives exp(0) of garbage and not NaN
 
 
-@functools.partial(jax.jit, static_argnames="scale")  # traced once for all layers of a model
-def attention(query, key_pages, value_pages, batch, *, scale):
+@functools.partial(jax.jit, static_argnames=("scale", "window"))  # traced once for all layers of a model
+def attention(query, key_pages, value_pages, batch, *, scale, window=None):
     """See `api.paged_attention`."""
     dtype = jnp.dtype(jnp.float32) if isinstance(key_pages, QuantPages) else query.dtype
     scaled = (query.astype(jnp.float32) * scale).astype(dtype)
     if batch.decode:
-        return _decode(scaled, key_pages, value_pages, batch.block_tables, batch.kv_len).astype(query.dtype)
+        return _decode(scaled, key_pages, value_pages, batch.block_tables, batch.kv_len, window).astype(query.dtype)
 
     tokens = query.shape[0]
     rows = batch.kv_len.shape[0]
@@ -49,13 +50,13 @@ def attention(query, key_pages, value_pages, batch, *, scale):
     single = count == 1
     first_query = jnp.minimum(batch.query_start[:-1], tokens - 1)
     decoded = _decode(
-        scaled[first_query], key_pages, value_pages, batch.block_tables, jnp.where(single, batch.kv_len, 0)
+        scaled[first_query], key_pages, value_pages, batch.block_tables, jnp.where(single, batch.kv_len, 0), window
     )
-    prefilled = _prefill(scaled, key_pages, value_pages, batch, jnp.where(single, 0, count), token, row)
+    prefilled = _prefill(scaled, key_pages, value_pages, batch, jnp.where(single, 0, count), token, row, window)
     return jnp.where(single[row][:, None, None], decoded[row], prefilled).astype(query.dtype)
 
 
-def _decode(query, key_pages, value_pages, block_tables, kv_len):
+def _decode(query, key_pages, value_pages, block_tables, kv_len, window):
     """One query a row: `query` [rows, heads, head_dim], `kv_len` [rows] (0 for rows to leave out). Same shape out."""
     rows, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
@@ -65,7 +66,9 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
     items = min(DECODE_ITEMS, 2 * rows)
     tables = _pad_pages(block_tables, tile_pages)
 
-    tiles_of_row = -(-kv_len // tile)
+    window_start = jnp.zeros_like(kv_len) if window is None else jnp.maximum(kv_len - window, 0)
+    first_tile_of_row = window_start // tile
+    tiles_of_row = -(-kv_len // tile) - first_tile_of_row
     last_item = jnp.cumsum(tiles_of_row)
     most_items = -(-rows * tables.shape[1] // items) * items
     item = jnp.arange(most_items, dtype=jnp.int32)
@@ -73,9 +76,10 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
     row_of_item = jnp.minimum(
         jnp.searchsorted(last_item, item, side="right", method="compare_all").astype(jnp.int32), rows - 1
     )
-    tile_of_item = jnp.where(live, item - (last_item - tiles_of_row)[row_of_item], 0)
+    tile_of_item = jnp.where(live, item - (last_item - tiles_of_row - first_tile_of_row)[row_of_item], 0)
     pages_of_item = jnp.where(live[:, None], tables[row_of_item, tile_of_item], 0)
     length_of_item = jnp.where(live, jnp.clip(kv_len[row_of_item] - tile_of_item * tile, 0, tile), 0)
+    start_of_item = window_start[row_of_item] - tile_of_item * tile
 
     grouped = query.reshape(rows, kv_heads, group, head_dim)
 
@@ -84,6 +88,8 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=i * items, slice_size=items)
         row, length = part(row_of_item), part(length_of_item)
         seen = jnp.arange(tile)[None, :] < length[:, None]
+        if window is not None:
+            seen &= jnp.arange(tile)[None, :] >= part(start_of_item)[:, None]
         keys, values = _tiles(key_pages, value_pages, part(pages_of_item), seen, query.dtype)
         scores = jnp.einsum("wkgd,wktd->wkgt", _rows(grouped, row), keys, preferred_element_type=jnp.float32)
         scores = jnp.where(seen[:, None, None, :], scores, MASKED)
@@ -95,16 +101,20 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len):
             "wkgt,wktd->wkgd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32
         )
         shrink, owned = jnp.exp(top - new_top), owns.astype(jnp.float32)
+        # 0 * NaN is NaN: a part that is no number stays out of the sums, and makes its own row's mass NaN instead.
+        sound = jnp.isfinite(part_total).all(-1)
+        part_total = jnp.where(sound[..., None], part_total, 0)
+        part_mass = jnp.where(sound, weights.sum(-1), 0)
         total = total * shrink[..., None] + jnp.einsum("rw,wkgd->rkgd", owned, part_total)
-        mass = mass * shrink + jnp.einsum("rw,wkg->rkg", owned, weights.sum(-1))
-        return total, new_top, mass
+        mass = mass * shrink + jnp.einsum("rw,wkg->rkg", owned, part_mass)
+        return total, new_top, jnp.where((owns[:, :, None, None] & ~sound[None]).any(1), jnp.nan, mass)
 
     state = _empty_state((rows, kv_heads, group), head_dim)
     total, _, mass = lax.fori_loop(0, -(-last_item[-1] // items), trip, state)
     return _normalised(total, mass).reshape(rows, heads, head_dim).astype(query.dtype)
 
 
-def _prefill(query, key_pages, value_pages, batch, count, token, row):
+def _prefill(query, key_pages, value_pages, batch, count, token, row, window):
     """Rows of two queries and more. `count` [rows] queries of each row, 0 to leave it out. [tokens, heads, head_dim]
     out; what stands at tokens of rows left out means nothing."""
     tokens, heads, head_dim = query.shape
@@ -128,6 +138,9 @@ def _prefill(query, key_pages, value_pages, batch, count, token, row):
     first_position = batch.kv_len[row_of_tile] - count[row_of_tile] + first_in_row
     # Tokens visible to the last query of the tile; none to a dead one.
     context = jnp.where(live, jnp.minimum(first_position + QUERY_TILE, batch.kv_len[row_of_tile]), 0)
+    # The key tile with the first token that its first query sees.
+    first_seen = jnp.zeros_like(context) if window is None else jnp.maximum(first_position - window + 1, 0)
+    first_key_tile = jnp.where(live, first_seen // tile, tables.shape[1])
 
     def group_of_tiles(i, out):
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=i * PREFILL_TILES, slice_size=PREFILL_TILES)
@@ -147,6 +160,8 @@ def _prefill(query, key_pages, value_pages, batch, count, token, row):
             keys, values = _tiles(key_pages, value_pages, pages, seen, query.dtype)
             scores = jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
             visible = seen[:, None, :] & (at[None, None, :] <= position_of_query[:, :, None])
+            if window is not None:
+                visible &= at[None, None, :] > position_of_query[:, :, None] - window
             scores = jnp.where(visible[:, None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
@@ -157,7 +172,8 @@ def _prefill(query, key_pages, value_pages, batch, count, token, row):
             return total * shrink[..., None] + part_total, new_top, mass * shrink + weights.sum(-1)
 
         state = _empty_state((PREFILL_TILES, kv_heads, QUERY_TILE * group), head_dim)
-        total, _, mass = lax.fori_loop(0, -(-length.max() // tile), trip, state)
+        first_trip = part(first_key_tile).min()
+        total, _, mass = lax.fori_loop(first_trip, -(-length.max() // tile), trip, state)
         done = _normalised(total, mass).reshape(PREFILL_TILES, kv_heads, QUERY_TILE, group, head_dim)
         done = done.transpose(0, 2, 1, 3, 4).reshape(PREFILL_TILES * QUERY_TILE, heads, head_dim).astype(query.dtype)
         return lax.dynamic_update_slice_in_dim(out, done, i * PREFILL_TILES * QUERY_TILE, axis=0)
