@@ -27,6 +27,7 @@ from serving.cli_options import (
 from serving.cli_serve import serve
 from serving.cli_support import FAILURE, engine_config, expected_faults, fail, log_to_stderr, memory_options
 from serving.kv_study_cli import add_kv_study
+from serving.plan_cli import add_plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -311,6 +312,7 @@ def ablate(
 
 
 add_kv_study(app)
+add_plan(app)
 
 
 @app.command(epilog="Example: omni-jax version --json")

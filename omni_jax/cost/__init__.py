@@ -2,6 +2,7 @@
 planner ask the same questions of either."""
 
 from omni_jax.cost.model import CostModel, Kind, StepShape, causal_pairs
+from omni_jax.cost.published import published_config, published_names
 from omni_jax.cost.roofline import GPUS, Gpu, ModelSizes, Roofline, VisionSizes, gpu_named
 from omni_jax.cost.table import PredictionError, TableCost
 
@@ -18,4 +19,6 @@ __all__ = [
     "VisionSizes",
     "causal_pairs",
     "gpu_named",
+    "published_config",
+    "published_names",
 ]

@@ -7,12 +7,13 @@ factors, which are assumptions and stated as such. No GPU and no weights are nee
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from omni_jax.cost.model import StepShape, causal_pairs
 
-ACTIVATION_BYTES = 2  # what devices exchange is bfloat16, however small the weights
+ACTIVATION_BYTES = 2  # what devices exchange is bfloat16, however small the weights; and float32 if they are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class VisionSizes:
         full_layers: layers in which a patch sees its whole picture.
         window_layers: layers in which it sees `window_patches` at most.
         hidden_size: width of a patch.
+        patch_pixels: of a patch, in one frame.
     """
 
     parameters: int
@@ -107,6 +109,7 @@ class VisionSizes:
     window_layers: int
     window_patches: int
     hidden_size: int
+    patch_pixels: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,6 +220,7 @@ def _vision_sizes(vision: Any) -> VisionSizes:
         window_layers=vision.depth - full,
         window_patches=0 if vision.window_size is None else (vision.window_size // vision.patch_size) ** 2,
         hidden_size=hidden,
+        patch_pixels=vision.patch_size**2,
     )
 
 
@@ -230,8 +234,11 @@ class Roofline:
     Attributes:
         devices: GPUs that share every matrix and the cache, the tower's too. KV heads that do not divide are
             replicated.
-        dtype_bytes: of weights and cache: 2 or 1. With 1, products run at the FP8 peak where the GPU has one, else at
-            bfloat16's.
+        dtype_bytes: of weights, and of the cache unless kv_bytes_per_value says otherwise: 4, 2 or 1. With 4, products
+            run in TF32 at half of bfloat16's peak (so all data sheets above; it is what XLA does with float32). With 1,
+            they run at the FP8 peak where the GPU has one, else at bfloat16's.
+        kv_bytes_per_value: of the cache, scales included: (head_dim + 4) / head_dim for int8. What is read counts;
+            products run as the weights' do. None: dtype_bytes.
         mfu: share of the peak FLOP/s that matrix products and attention reach. 0.5: training of dense models is
             reported at 0.4 to 0.57 (PaLM; Korthikanti et al., 2022), and a prompt's products are of that shape.
         mbu: share of the bandwidth that reading weights and cache reaches. 0.7: gpt-fast reports 1,397 of an A100's
@@ -250,6 +257,7 @@ class Roofline:
     gpu: Gpu
     devices: int = 1
     dtype_bytes: int = 2
+    kv_bytes_per_value: float | None = None
     mfu: float = 0.5
     mbu: float = 0.7
     link_efficiency: float = 0.75
@@ -260,8 +268,10 @@ class Roofline:
     def __post_init__(self):
         if self.devices < 1 or self.chunk_tokens < 1:
             raise ValueError(f"devices and chunk_tokens must be at least 1, got {self.devices} and {self.chunk_tokens}")
-        if self.dtype_bytes not in (1, 2):
-            raise ValueError(f"dtype_bytes must be 1 (FP8) or 2 (bfloat16), got {self.dtype_bytes}")
+        if self.dtype_bytes not in (1, 2, 4):
+            raise ValueError(f"dtype_bytes must be 1 (FP8), 2 (bfloat16) or 4 (float32), got {self.dtype_bytes}")
+        if self.kv_bytes_per_value is not None and not 0 < self.kv_bytes_per_value <= 4:
+            raise ValueError(f"kv_bytes_per_value must be above 0 and at most 4, got {self.kv_bytes_per_value}")
         for name in ("mfu", "mbu", "link_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
@@ -293,20 +303,48 @@ class Roofline:
             weights = sizes.matrix_parameters + sizes.vector_parameters + sizes.vocab_parameters
             kv_share = -(-sizes.kv_heads // self.devices) / sizes.kv_heads
             kv = (shape.context + shape.tokens) * sizes.kv_values_per_token * kv_share  # read, and written
-            read = (weights / self.devices + kv) * self.dtype_bytes
+            kv_bytes = self.dtype_bytes if self.kv_bytes_per_value is None else self.kv_bytes_per_value
+            read = weights / self.devices * self.dtype_bytes + kv * kv_bytes
             layers, width = sizes.layers, sizes.hidden_size
-        peak = gpu.fp8_flops if self.dtype_bytes == 1 and gpu.fp8_flops is not None else gpu.bf16_flops
+        peaks = {4: gpu.bf16_flops / 2, 2: gpu.bf16_flops, 1: gpu.fp8_flops or gpu.bf16_flops}
+        peak = peaks[self.dtype_bytes]
         compute = flops / self.devices / (peak * self.mfu)
         memory = read / (gpu.memory_bandwidth * self.mbu)
-        return compute, memory, self._all_reduces(2 * layers, shape.size * width * ACTIVATION_BYTES)
+        return (
+            compute,
+            memory,
+            2 * layers * self.all_reduce_seconds(shape.size * width * max(ACTIVATION_BYTES, self.dtype_bytes)),
+        )
 
-    def _all_reduces(self, count: int, size: int) -> float:
-        """Of `count` all-reduces of `size` bytes. In a ring each device sends 2 (n - 1) / n of them (Patarasuk and
-        Yuan, 2009)."""
+    def all_reduce_seconds(self, size: int) -> float:
+        """Of one all-reduce of `size` bytes; 0.0 on one device. In a ring each device sends 2 (n - 1) / n of them
+        (Patarasuk and Yuan, 2009)."""
         if self.devices == 1:
             return 0.0
         sent = 2 * (self.devices - 1) / self.devices * size
-        return count * (self.link_latency_seconds + sent / (self.gpu.link_bandwidth * self.link_efficiency))
+        return self.link_latency_seconds + sent / (self.gpu.link_bandwidth * self.link_efficiency)
+
+    def compute_bound_rows(self, context: int) -> int | None:
+        """The fewest rows of a decode step, each with `context` tokens in the cache, whose products take longer than
+        its bytes; None where no batch does, because each row brings more bytes than products.
+
+        Both times are straight lines over the rows, so two points of each say where they cross.
+        """
+        (compute, memory, _), (more_compute, more_memory, _) = (
+            self.times(
+                StepShape(
+                    kind="decode",
+                    size=rows,
+                    rows=rows,
+                    tokens=rows,
+                    context=rows * context,
+                    attended=rows * context,
+                )
+            )
+            for rows in (1, 2)
+        )
+        closes = (more_compute - compute) - (more_memory - memory)
+        return None if closes <= 0 else max(1, 1 + math.ceil((memory - compute) / closes))
 
     @property
     def _tower(self) -> VisionSizes:

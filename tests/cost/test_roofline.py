@@ -315,7 +315,7 @@ def test_an_unknown_gpu_lists_those_known():
         ({"mfu": 0.0}, "mfu must be above 0 and at most 1, got 0.0"),
         ({"mbu": 1.2}, "mbu"),
         ({"link_efficiency": 2}, "link_efficiency"),
-        ({"dtype_bytes": 4}, "dtype_bytes"),
+        ({"dtype_bytes": 3}, "dtype_bytes"),
         ({"overhead_seconds": -1}, "negative"),
     ],
 )

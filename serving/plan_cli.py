@@ -1,0 +1,135 @@
+"""The command `omni-jax plan`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from serving.cli_options import AsJson, BlockSize, Dtype, GpuMemoryUtilization, KvCacheType, MaxModelLen, MaxPixels
+
+DOES_NOT_FIT = 3
+
+
+def add_plan(app: typer.Typer) -> None:
+    """Adds the command to the application."""
+    app.command(epilog="Example: omni-jax plan Qwen2-VL-72B --gpu h100 --num 4 --max-model-len 16384")(plan)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A directory with a config.json, such a file, or a known model's name."),
+    ],
+    gpu: Annotated[str, typer.Option(help="a100-40gb, a100, h100 or h200.")],
+    num: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="data=N,model=M", help="Default: the smallest model axis that fits.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "-tp", min=1, help="The mesh's model axis.")
+    ] = None,
+    data_parallel_size: Annotated[
+        int | None, typer.Option("--data-parallel-size", "-dp", min=1, help="The mesh's data axis.")
+    ] = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step, at most.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a step, at most.")] = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = None,
+    kv_cache_dtype: KvCacheType = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
+    max_pixels: MaxPixels = None,
+    encoder_cache_tokens: Annotated[int | None, typer.Option(min=1, help="Features of pictures kept: 8192.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a typical request, for tokens a second.")] = 1024,
+    output_tokens: Annotated[int, typer.Option(min=1, help="The same.")] = 256,
+    link_gb_per_second: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Of the link between GPUs, in one direction, where that is not NVLink."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a model fits on GPUs, how to split it, and how fast it would be. Needs no GPU and no weights.
+
+    Exit codes: 0 it fits, 3 it does not, 2 a model, GPU, mesh or setting that cannot be.
+    """
+    from rich.console import Console
+
+    from omni_jax.models.config import UnsupportedModel
+    from serving.plan import Asked, make_plan
+    from serving.plan_report import as_json as plan_as_json
+    from serving.plan_report import show
+    from serving.plan_speed import Typical
+
+    given = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "block_size": block_size,
+        "dtype": dtype,
+        "kv_cache_dtype": None if kv_cache_dtype is None else kv_cache_dtype.value,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "max_pixels": max_pixels,
+        "encoder_cache_tokens": encoder_cache_tokens,
+        "link_bandwidth": None if link_gb_per_second is None else 1e9 * link_gb_per_second,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        data, axis = _axes(mesh, tensor_parallel_size, data_parallel_size, num)
+        asked = Asked(
+            config=_config(model),
+            gpu=gpu,
+            num=num,
+            data=data,
+            model=axis,
+            typical=Typical(prompt_tokens=prompt_tokens, output_tokens=output_tokens),
+            **given,
+        )
+        made = make_plan(asked)
+    except (UnsupportedModel, ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps({"name": model} | plan_as_json(made)))
+    else:
+        show(made, model, Console())
+    raise typer.Exit(0 if made.fits else DOES_NOT_FIT)
+
+
+def _config(model: str) -> dict[str, Any]:
+    """A config.json: of a directory, of a file, or of a published model.
+
+    Raises:
+        ValueError: there is none, or it is no JSON object.
+    """
+    from omni_jax.cost import published_config
+
+    path = Path(model)
+    if not path.exists():
+        return dict(published_config(model))
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} has no config.json") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must hold a JSON object, it holds a {type(config).__name__}")
+    return config
+
+
+def _axes(mesh: str | None, model: int | None, data: int | None, num: int) -> tuple[int | None, int | None]:
+    """(data, model); None, None leaves them to the planner."""
+    if mesh is not None:
+        if model is not None or data is not None:
+            raise ValueError("--mesh says it all: leave out --tensor-parallel-size and --data-parallel-size")
+        parts = {name: size for name, _, size in (part.strip().partition("=") for part in mesh.split(","))}
+        if not parts.keys() <= {"data", "model"} or not all(size.isdigit() and int(size) for size in parts.values()):
+            raise ValueError(f"--mesh must be like data=2,model=4, got {mesh!r}")
+        return int(parts.get("data", 1)), int(parts.get("model", 1))
+    if model is None and data is None:
+        return None, None
+    if model is None:
+        assert data is not None
+        return data, max(1, num // data)
+    return data if data is not None else max(1, num // model), model
