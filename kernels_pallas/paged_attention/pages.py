@@ -57,7 +57,9 @@ def quantise(rows: Float[Array, "*rows head_dim"]) -> tuple[Int8[Array, "*rows h
     """
     rows = rows.astype(jnp.float32)
     scales = jnp.where(jnp.isfinite(rows), jnp.abs(rows), 0).max(-1) / QUANT_MAX
-    steps = jnp.round(rows / jnp.where(scales > 0, scales, 1)[..., None])
+    steps = rows / jnp.where(scales > 0, scales, 1)[..., None]
+    # To the nearest, halves away from 0. A Pallas kernel calls this too, which has no rule for jnp.round.
+    steps = jnp.sign(steps) * jnp.floor(jnp.abs(steps) + 0.5)
     # A scale may underflow to 0, or be a subnormal too coarse for its row: hence the clip, and the row of zeros.
     values = jnp.where(jnp.isnan(steps) | (scales == 0)[..., None], 0, jnp.clip(steps, -QUANT_MAX, QUANT_MAX))
     return values.astype(jnp.int8), scales

@@ -9,9 +9,7 @@ from kernels_pallas.paged_attention.pages import QuantPages
 from kernels_pallas.pallas import triton
 
 LOG2_E = math.log2(math.e)  # exp2 is one instruction, so scores are kept times this
-MASKED = (
-    -1e30
-)  # finite, so that a row with nothing visible yet gives exp2(0) of garbage, which is forgotten, and not NaN
+MASKED = -1e30  # finite, so that a row with nothing visible yet gives exp2(0) of garbage and not NaN
 LEAST_ROWS = 16  # of a tile that the tensor cores multiply
 
 
@@ -59,7 +57,7 @@ def padded_group(group: int) -> int:
     return max(LEAST_ROWS, 1 << (group - 1).bit_length())
 
 
-def page_index(rows, columns):
+def index_tile(rows, columns):
     """`rows` [n] and `columns` [m] as two [n, m] index arrays. The interpreter of masked loads does not take a mixture
     of arrays and slices; the compiler makes whole-row accesses of them all the same."""
     shape = rows.shape[0], columns.shape[0]
@@ -113,7 +111,7 @@ def empty_state(rows: int, head_dim: int):
 def _load(pages, head, page, offset, seen, dtype):
     """Rows [tile, head_dim] of one head, zeros where not seen, and their scales [tile] or None."""
     numbers, scales = (pages.values, pages.scales) if isinstance(pages, QuantPages) else (pages, None)
-    wide_page, column = page_index(page, jnp.arange(numbers.shape[3]))
+    wide_page, column = index_tile(page, jnp.arange(numbers.shape[3]))
     wide_offset = jnp.broadcast_to(offset[:, None], column.shape)
     rows = numbers.at[wide_page, head, wide_offset, column]
     if seen is None:

@@ -19,8 +19,8 @@ from kernels_pallas.paged_attention.triton_common import (
     attend,
     device_kind,
     empty_state,
+    index_tile,
     padded_group,
-    page_index,
     unsupported,
 )
 from kernels_pallas.pallas import pl, triton
@@ -108,17 +108,17 @@ def _share_kernel(query, key_pages, value_pages, block_tables, kv_len, *out, sca
 
     member = jnp.arange(padded_group(group))
     is_head = member < group
-    wide_head, column = page_index(head * group + member, jnp.arange(head_dim))
-    wide_is_head = jnp.broadcast_to(is_head[:, None], column.shape)
+    wide_head, column = index_tile(head * group + member, jnp.arange(head_dim))
+    wide_is_head, _ = index_tile(is_head, jnp.arange(head_dim))
 
     if splits > 1:
 
         @pl.when(start >= end)
-        def _():
+        def leave_empty():
             triton.store(out[1].at[row, head * group + member, split], jnp.full(member.shape, MASKED), mask=is_head)
 
     @pl.when(start < end)
-    def _():
+    def compute():
         queries = triton.load(query.at[row, wide_head, column], mask=wide_is_head, other=0)
 
         def trip(i, state):
@@ -157,7 +157,7 @@ def _merge_kernel(average, log_mass, out):
     split = jnp.arange(1 << (splits - 1).bit_length())
     logs = triton.load(log_mass.at[row, head, split], mask=split < splits, other=MASKED)
     weights = jnp.exp2(logs - logs.max(axis=0))
-    wide_split, column = page_index(split, jnp.arange(head_dim))
+    wide_split, column = index_tile(split, jnp.arange(head_dim))
     # What splits without tokens left behind may be NaN; a NaN of one with tokens counts.
     live = jnp.broadcast_to((logs != MASKED)[:, None], column.shape)
     averages = triton.load(average.at[row, head, wide_split, column], mask=live, other=0)

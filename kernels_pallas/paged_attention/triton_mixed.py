@@ -1,0 +1,147 @@
+"""Paged attention of rows of any length, for NVIDIA GPUs (Pallas, Triton route; A100 and newer): one launch for a whole
+batch of prompts, chunks and single tokens.
+
+A program computes one KV head of a tile of consecutive queries of one row: the (query, head of the group) pairs are the
+rows of one tile for the tensor cores, so a group need not divide it. Which queries a tile has is worked out before the
+launch, once for all layers of a model. There are as many programs as the worst split of the queries into rows may need;
+those past the end have nothing to do.
+
+The products of a tile of 64 rows and more are Hopper's wgmma, with the weights in registers. ptxas before 13.3 may
+compile that wrongly (triton-lang/triton#9433), which only a device shows: hence the self-test at start-up.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.paged_attention.settings import MixedSettings, mixed_settings
+from kernels_pallas.paged_attention.triton_common import (
+    LOG2_E,
+    attend,
+    device_kind,
+    empty_state,
+    index_tile,
+    unsupported,
+)
+from kernels_pallas.pallas import pl, triton
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "settings", "interpret"))
+def attention(
+    query,
+    key_pages,
+    value_pages,
+    batch,
+    *,
+    scale: float,
+    window: int | None = None,
+    settings: MixedSettings | None = None,
+    interpret: bool = False,
+):
+    """See `api.paged_attention`. `settings` None asks the table of the device; `interpret` runs the kernel on any
+    device, slowly, for tests.
+
+    Raises:
+        ValueError: shapes or dtypes that the kernel does not support.
+    """
+    if (reason := unsupported(query, key_pages, value_pages)) is not None:
+        raise ValueError(f"paged_attention: {reason}")
+    tokens, heads, head_dim = query.shape
+    _, kv_heads, page_size, _ = key_pages.shape
+    rows, pages_per_row = batch.block_tables.shape
+    group = heads // kv_heads
+    if settings is None:
+        settings = mixed_settings(
+            device_kind(),
+            tokens=tokens,
+            rows=rows,
+            kv_heads=kv_heads,
+            group=group,
+            head_dim=head_dim,
+            page_size=page_size,
+            most_tokens=pages_per_row * page_size,
+            itemsize=jax.tree.leaves(key_pages)[0].dtype.itemsize,
+        )
+    tiles = query_tiles(batch, tokens, settings.query_tile // group)
+    return pl.pallas_call(
+        functools.partial(_kernel, scale=scale * LOG2_E, window=window, settings=settings),
+        grid=(tiles.shape[1], kv_heads),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        compiler_params=triton.CompilerParams(num_warps=settings.num_warps, num_stages=settings.num_stages),
+        interpret=interpret,
+        name="paged_mixed",
+    )(query, key_pages, value_pages, batch.block_tables, tiles)
+
+
+def query_tiles(batch, tokens: int, size: int):
+    """The queries cut into tiles of at most `size`, each of one row: int32 [4, tiles].
+
+    A tile has its row; its first query in the flat array; how many queries it has, 0 past the last tile; and the
+    position in the row of the first one. Later tiles of a row, which see more keys, come first, so that the last
+    programs of a launch are short ones. Padding queries are a row of their own, at positions before 0, and see nothing.
+    """
+    rows = batch.kv_len.shape[0]
+    most_tiles = tokens // size + min(rows + 1, tokens)
+    end = jnp.append(batch.query_start[1:], jnp.int32(tokens))
+    kv_len = jnp.append(batch.kv_len, jnp.int32(0))
+    count = end - jnp.append(batch.query_start[:-1], batch.query_start[-1])
+
+    tiles_of_row = -(-count // size)
+    last_tile = jnp.cumsum(tiles_of_row)
+    tile = jnp.arange(most_tiles, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(last_tile, tile, side="right", method="compare_all").astype(jnp.int32), rows)
+    first_in_row = (last_tile[row] - 1 - tile) * size
+    queries = jnp.where(tile < last_tile[-1], jnp.minimum(count[row] - first_in_row, size), 0)
+    first_query = end[row] - count[row] + first_in_row
+    position = kv_len[row] - count[row] + first_in_row
+    return jnp.stack([jnp.minimum(row, rows - 1), first_query, queries, position])
+
+
+def _kernel(query, key_pages, value_pages, block_tables, tiles, out, *, scale, window, settings):
+    """A program of grid (tile, KV head)."""
+    tile, head = pl.program_id(0), pl.program_id(1)
+    row, first_query, queries, position = (tiles[field, tile] for field in range(4))
+    page_size, head_dim = key_pages.shape[2:]
+    group = query.shape[1] // key_pages.shape[1]
+    key_tile = settings.key_tile
+
+    @pl.when(queries > 0)
+    def compute():
+        pair = jnp.arange(settings.query_tile)
+        in_tile = lax.div(pair, group)
+        wide_query, column = index_tile(first_query + in_tile, jnp.arange(head_dim))
+        wide_head, _ = index_tile(head * group + lax.rem(pair, group), jnp.arange(head_dim))
+        real, _ = index_tile(in_tile < queries, jnp.arange(head_dim))
+        rows = triton.load(query.at[wide_query, wide_head, column], mask=real, other=0)
+        position_of_pair = position + in_tile
+        end = position + queries  # of the keys that the last query sees
+        first_seen = 0 if window is None else jnp.maximum(position - window + 1, 0)  # by the first query
+
+        def trip(i, state, *, masked):
+            token = i * key_tile + jnp.arange(key_tile)
+            seen = visible = None
+            if masked:
+                seen = (token >= first_seen) & (token < end)
+                visible = token[None, :] <= position_of_pair[:, None]
+                if window is not None:
+                    visible &= token[None, :] > position_of_pair[:, None] - window
+            page_of_token = block_tables.at[row, lax.div(token, page_size)]
+            page = triton.load(page_of_token) if seen is None else triton.load(page_of_token, mask=seen, other=0)
+            offset = lax.rem(token, page_size)
+            return attend(
+                state, rows, key_pages, value_pages, head, page, offset, scale=scale, seen=seen, visible=visible
+            )
+
+        # Key tiles that all queries see whole need no masks: those up to the diagonal, and within the window.
+        first, last = lax.div(first_seen, key_tile), pl.cdiv(end, key_tile)
+        whole_last = jnp.clip(lax.div(position + 1, key_tile), first, last)
+        whole_first = first if window is None else jnp.clip(pl.cdiv(end - window, key_tile), first, whole_last)
+        state = empty_state(settings.query_tile, head_dim)
+        if window is not None:
+            state = lax.fori_loop(first, whole_first, functools.partial(trip, masked=True), state)
+        state = lax.fori_loop(whole_first, whole_last, functools.partial(trip, masked=False), state)
+        total, _, mass = lax.fori_loop(whole_last, last, functools.partial(trip, masked=True), state)
+        average = total / jnp.where(mass == 0, 1, mass)[:, None]
+        triton.store(out.at[wide_query, wide_head, column], average.astype(out.dtype), mask=real)
