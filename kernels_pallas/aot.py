@@ -53,8 +53,9 @@ class Resources:
         spill_loads: bytes of instructions that read them back.
         shared: bytes of shared memory a block, static and dynamic.
         ptx: how often each PTX instruction occurs, by full name such as cp.async.cg.shared.global.
-        sass: how often each machine instruction occurs, by full name such as HMMA.16816.F32.BF16; None without
-            nvdisasm.
+        register_wgmma: instructions wgmma in PTX that take their left operand from registers, which ptxas before 13.3
+            can miscompile (triton-lang/triton#9433): their results should be checked on a device.
+        losses: what the assembler says costs time, such as wgmma instructions that it runs one after another.
     """
 
     name: str
@@ -65,7 +66,8 @@ class Resources:
     spill_loads: int
     shared: int
     ptx: Counter[str]
-    sass: Counter[str] | None
+    register_wgmma: int
+    losses: tuple[str, ...]
 
     @property
     def spills(self) -> int:
@@ -73,10 +75,8 @@ class Resources:
         return self.spill_stores + self.spill_loads
 
     def count(self, *prefixes: str) -> int:
-        """Instructions, of PTX or machine code, whose names begin with one of the prefixes; the larger of both counts
-        (what PTX writes once may be several machine instructions, and some are known under one name only)."""
-        counts = (self.ptx, self.sass or Counter())
-        return max(sum(n for name, n in count.items() if name.startswith(prefixes)) for count in counts)
+        """PTX instructions whose names begin with one of the prefixes."""
+        return sum(n for name, n in self.ptx.items() if name.startswith(prefixes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,12 +120,10 @@ def ptxas() -> Path:
     return _tool("ptxas", _ASSEMBLER_WHEELS)
 
 
-def nvdisasm() -> Path | None:
-    """NVIDIA's disassembler, of an installed wheel, if there is one."""
-    try:
-        return _tool("nvdisasm", ("nvidia-cuda-nvdisasm", *_ASSEMBLER_WHEELS))
-    except ToolMissing:
-        return None
+def ptxas_version() -> str:
+    """Such as `ptxas 12.9.86`."""
+    version = re.search(r"\bV(\d+\.\d+\.\d+)", _run(ptxas(), "--version"))
+    return f"ptxas {version[1]}" if version else "ptxas of an unknown version"
 
 
 def target_config(target: str) -> str:
@@ -183,6 +181,7 @@ def compile_for(
     arguments: tuple[Any, ...],
     *,
     donate: tuple[int, ...] = (),
+    results: Any = None,
     dump: Path | None = None,
 ) -> Any:
     """Compiles a function for a mesh of `mesh`.
@@ -192,6 +191,7 @@ def compile_for(
         function: to be traced with `arguments`.
         arguments: pytrees of ShapeDtypeStructs; those without a sharding are replicated.
         donate: which arguments may be reused for results.
+        results: shardings of the results, a prefix of their pytree; None leaves them to the compiler.
         dump: a directory, empty or new, that gets what `resources` reads.
 
     Returns:
@@ -204,7 +204,8 @@ def compile_for(
 
     # Also tells kernels which GPU they are for: they see the abstract mesh.
     with jax.sharding.use_abstract_mesh(target_mesh.abstract_mesh):
-        lowered = jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(placed, arguments))
+        jitted = jax.jit(function, donate_argnums=donate, out_shardings=results)
+        lowered = jitted.lower(*jax.tree.map(placed, arguments))
     # XLA looks for ptxas and libdevice in this directory first.
     options: dict[str, str | bool] = {"xla_gpu_cuda_data_dir": str(ptxas().parent.parent)}
     if dump is not None:
@@ -222,8 +223,7 @@ def resources(dump: Path, pattern: str = "") -> dict[str, Resources]:
 
     Args:
         dump: the directory.
-        pattern: a regular expression that is found in the names of the kernels meant (disassembling takes a second a
-            kernel).
+        pattern: a regular expression that is found in the names of the kernels meant.
 
     Raises:
         ToolMissing: no assembler.
@@ -235,26 +235,24 @@ def resources(dump: Path, pattern: str = "") -> dict[str, Resources]:
     found = {}
     for file in sorted(dump.glob("*.ptx")):
         text = file.read_text()
-        ptx = {name: count for name, count in parse_ptx(text).items() if re.search(pattern, name)}
+        bodies = {name: body for name, body in split_ptx(text).items() if re.search(pattern, name)}
         target = re.search(r"^\.target (\w+)", text, re.MULTILINE)
-        if not ptx or target is None:  # constants, on 0.10.2
+        if not bodies or target is None:  # constants, on 0.10.2
             continue
-        cubin = file.with_suffix(".cubin")
-        report = _run(ptxas(), "-v", f"-arch={target[1]}", file, "-o", cubin)
-        disassembler = nvdisasm()
-        sass = None if disassembler is None else parse_sass(_run(disassembler, "-c", cubin))
+        report = _run(ptxas(), "-v", f"-arch={target[1]}", file, "-o", os.devnull)
         passes = file.with_suffix(".mlir-passes.log")  # of Mosaic, whose launches XLA does not see
         dynamic = parse_mosaic_shared(passes.read_text()) if passes.exists() else None
         for name, figures in parse_ptxas(report).items():
             static = figures.pop("static")
-            if name not in ptx:
+            if name not in bodies:
                 continue
             found[name] = Resources(
                 name=name,
                 arch=target[1],
                 shared=static + (shared.get(name, 0) if dynamic is None else dynamic),
-                ptx=ptx[name],
-                sass=None if sass is None else sass.get(name, Counter()),
+                ptx=count_ptx(bodies[name]),
+                register_wgmma=len(re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\},\s*\{", bodies[name])),
+                losses=parse_losses(report, name),
                 **figures,
             )
     return found
@@ -308,6 +306,12 @@ def parse_ptxas(report: str) -> dict[str, dict[str, int]]:
     return found
 
 
+def parse_losses(report: str, kernel: str) -> tuple[str, ...]:
+    """What `ptxas -v` says costs a kernel time."""
+    losses = re.findall(r"Potential Performance Loss: (.*?) (?:in|for) the function '([^']+)'", report)
+    return tuple(dict.fromkeys(loss for loss, name in losses if name == kernel))
+
+
 def parse_launches(text: str) -> dict[str, int]:
     """Dynamic shared memory in bytes by kernel, of XLA's list of thunks."""
     launches = re.findall(r"(\S+) grid: \[.*shared_memory: (\d+) bytes", text)
@@ -319,27 +323,17 @@ def parse_mosaic_shared(passes: str) -> int:
     return max((int(size) for size in re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)), default=0)
 
 
-def parse_ptx(text: str) -> dict[str, Counter[str]]:
-    """How often each instruction occurs, by kernel."""
-    found = {}
-    for part in re.split(r"\.entry\s+", text)[1:]:
-        name = re.match(r"[\w$]+", part)
-        body = re.sub(r"//[^\n]*", "", part[part.find("{") :])
-        found[name[0] if name else ""] = Counter(
-            re.findall(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?=[\s;])", body, re.MULTILINE)
-        )
-    return found
+def split_ptx(text: str) -> dict[str, str]:
+    """Bodies of the kernels in PTX, without comments, by name."""
+    parts = re.split(r"\.entry\s+([\w$]+)", re.sub(r"//[^\n]*", "", text))
+    return {name: body[body.find("{") :] for name, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-def parse_sass(text: str) -> dict[str, Counter[str]]:
-    """How often each machine instruction occurs, by kernel, of `nvdisasm -c`."""
-    found = {}
-    for part in re.split(r"\.section\s+\.text\.", text)[1:]:
-        name = re.match(r"[\w$]+", part)
-        found[name[0] if name else ""] = Counter(
-            re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", part)
-        )
-    return found
+def count_ptx(body: str) -> Counter[str]:
+    """How often each instruction occurs in the body of a kernel."""
+    return Counter(
+        re.findall(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?=[\s;])", body, re.MULTILINE)
+    )
 
 
 def count_copies(hlo: str, shape: tuple[int, ...]) -> int:
@@ -369,11 +363,13 @@ def _topology(target: str, devices: int):
 
 @contextlib.contextmanager
 def _tools_of_wheels(dump: Path | None) -> Iterator[None]:
-    """Compilers use the wheels' tools meanwhile, and Mosaic writes to `dump`. Mosaic looks for libdevice under a root and
-    for the assembler, whose version decides that of its PTX, along PATH."""
-    directories = dict.fromkeys(str(tool.parent) for tool in (ptxas(), nvdisasm()) if tool)
-    root = str(ptxas().parent.parent)
-    wanted = {"MOSAIC_GPU_CUDA_ROOT": root, "PATH": os.pathsep.join((*directories, os.environ.get("PATH", "")))}
+    """Compilers use the wheels' tools meanwhile, and Mosaic writes to `dump`. Mosaic looks for libdevice under a root,
+    and along PATH for the assembler, whose version decides that of its PTX."""
+    tools = ptxas().parent
+    wanted = {
+        "MOSAIC_GPU_CUDA_ROOT": str(tools.parent),
+        "PATH": os.pathsep.join((str(tools), os.environ.get("PATH", ""))),
+    }
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         wanted |= {"MOSAIC_GPU_DUMP_TO": str(dump)}
