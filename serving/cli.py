@@ -10,6 +10,7 @@ import typer
 
 from serving.cli_options import (
     AsJson,
+    AttentionBackendType,
     ChatTemplate,
     CompilationCacheDir,
     Compression,
@@ -72,6 +73,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the sequence.")] = False,
     max_model_len: MaxModelLen = None,
     dtype: Dtype = None,
+    attention_backend: AttentionBackendType = None,
     kv_cache_dtype: KvCacheType = None,
     enable_adaptive_compression: Compression = None,
     kv_compress_ratio: KvCompressRatio = None,
@@ -115,6 +117,7 @@ def generate(
         options = {
             "max_model_len": max_model_len,
             "dtype": dtype,
+            "attention_backend": attention_backend,
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
             "chat_template": chat_template,

@@ -37,6 +37,21 @@ class PreemptionMode(enum.StrEnum):
     recompute = "recompute"
 
 
+class AttentionBackend(enum.StrEnum):
+    auto = "auto"
+    xla = "xla"
+    triton = "triton"
+    mosaic = "mosaic"
+
+
+AttentionBackendType = Annotated[
+    AttentionBackend | None,
+    typer.Option(
+        help="What computes attention: xla, triton (NVIDIA GPUs from A100 on) or mosaic (H100, H200); auto takes the "
+        "best that passes a test at the start."
+    ),
+]
+
 # The engine's memory. None is the engine's own default, which the help names.
 KvCacheType = Annotated[
     KvCacheDtype | None, typer.Option(help="Of the KV cache: the model's own (auto), or int8 with a scale a row.")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from serving.cli_options import (
+    AttentionBackendType,
     BlockSize,
     ChatTemplate,
     CompilationCacheDir,
@@ -103,6 +104,7 @@ def serve(
     gpu_memory_utilization: GpuMemoryUtilization = None,
     kv_cache_memory_bytes: KvCacheMemoryBytes = None,
     dtype: Dtype = None,
+    attention_backend: AttentionBackendType = None,
     kv_cache_dtype: KvCacheType = None,
     enable_prefix_caching: PrefixCaching = None,
     recycling_policy: Recycling = None,
@@ -244,6 +246,7 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             dtype=dtype,
+            attention_backend=attention_backend,
             seed=seed,
             generation_config=generation_config.value,
             chat_template=chat_template,

@@ -9,6 +9,7 @@ import typer
 
 from serving.cli_options import (
     AsJson,
+    AttentionBackendType,
     BlockSize,
     CompilationCacheDir,
     Dtype,
@@ -59,6 +60,7 @@ def kv_study(
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Windows at once, at most.")] = None,
     block_size: BlockSize = None,
     dtype: Dtype = None,
+    attention_backend: AttentionBackendType = None,
     kv_cache_memory_bytes: KvCacheMemoryBytes = None,
     gpu_memory_utilization: GpuMemoryUtilization = None,
     compilation_cache_dir: CompilationCacheDir = None,
@@ -105,6 +107,7 @@ def kv_study(
             "max_num_seqs": max_num_seqs,
             "block_size": block_size,
             "dtype": dtype,
+            "attention_backend": attention_backend,
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
             "compilation_cache_dir": compilation_cache_dir,

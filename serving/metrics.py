@@ -57,9 +57,9 @@ _COUNTERS = (
 class _EngineCollector(Collector):
     """Reads the engine's own counts when somebody asks for them."""
 
-    def __init__(self, stats: Callable[[], Any], cache_info: dict[str, str], model_name: str):
+    def __init__(self, stats: Callable[[], Any], info: Any, model_name: str):
         self._stats = stats
-        self._cache_info = cache_info
+        self._info = info
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -85,10 +85,25 @@ class _EngineCollector(Collector):
             items.add_metric([self._model_name, modality], count)
         yield items
         cache = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV pool; always 1.", labels=["model_name", *self._cache_info]
+            "vllm:cache_config_info", "The KV pool; always 1.", labels=["model_name", "block_size", "num_gpu_blocks"]
         )
-        cache.add_metric([self._model_name, *self._cache_info.values()], 1)
+        cache.add_metric([self._model_name, str(self._info.block_size), str(self._info.num_blocks)], 1)
         yield cache
+        attention = GaugeMetricFamily(
+            "omni_jax:attention_info",
+            "What computes attention, and writes keys and values; always 1.",
+            labels=["model_name", "op", "implementation"],
+        )
+        for op, implementation in self._info.attention.items():
+            attention.add_metric([self._model_name, op, implementation], 1)
+        yield attention
+        fallbacks = GaugeMetricFamily(
+            "omni_jax:attention_fallbacks",
+            "Reasons why XLA computes attention where kernels were to be expected; /stats has them.",
+            labels=["model_name"],
+        )
+        fallbacks.add_metric([self._model_name], len(self._info.attention_fallbacks))
+        yield fallbacks
 
 
 class _RecordCollector(Collector):
@@ -156,8 +171,7 @@ class Metrics:
         cuts: Callable[[], Mapping[str, Mapping[str, int]]],
     ):
         self._registry = CollectorRegistry()
-        cache_info = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
-        self._registry.register(_EngineCollector(stats, cache_info, model_name))
+        self._registry.register(_EngineCollector(stats, info, model_name))
         self._registry.register(_RecordCollector(recorder, cuts, model_name))
         self._registry.register(MemoryCollector(stats, model_name))
         ProcessCollector(registry=self._registry)

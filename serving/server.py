@@ -178,6 +178,7 @@ def _figures(server: Server) -> web.Response:
             "model": server.names[0],
             "running": stats.num_requests_running,
             "waiting": stats.num_requests_waiting,
+            "attention": {**server.engine.info.attention, "fallbacks": list(server.engine.info.attention_fallbacks)},
             **memory_figures(stats),
             **summary,
             "segments": {**summary["segments"], "by_policy": server.cutter.counts()},

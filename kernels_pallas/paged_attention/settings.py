@@ -62,13 +62,22 @@ class Device:
 
 # Reckoned, not measured: no device was at hand. SMs: data sheets and architecture white papers of the SXM cards.
 _DECODE = {64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 4, 2)}
-_MIXED = {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)}
+# The tiles of queries are the largest that take no more registers than there are, int8 pages included. Hopper's tensor
+# cores read keys and values from shared memory, those of older devices from registers.
+_MIXED_HOPPER = {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)}
+_MIXED = {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
+MERGED = 4096  # numbers of partial results (splits * head_dim) that a program merges: more do not fit its registers
+
 TABLE: Mapping[str, Device] = {
     "a100": Device(kinds=("a100",), multiprocessors=108, decode=_DECODE, mixed=_MIXED),
-    "h100": Device(kinds=("h100",), multiprocessors=132, decode=_DECODE, mixed=_MIXED),
-    "h200": Device(kinds=("h200", "gh200"), multiprocessors=132, decode=_DECODE, mixed=_MIXED),
+    "h100": Device(kinds=("h100",), multiprocessors=132, decode=_DECODE, mixed=_MIXED_HOPPER),
+    "h200": Device(kinds=("h200", "gh200"), multiprocessors=132, decode=_DECODE, mixed=_MIXED_HOPPER),
     "default": Device(kinds=(), multiprocessors=108, decode=_DECODE, mixed=_MIXED),
 }
+
+# Of the Mosaic GPU kernel, which knows Hopper only: head_dim -> (key_tile, num_stages). Reckoned too: three programs
+# share the 227 KiB of an SM at head size 64, two at 128.
+MOSAIC: Mapping[int, tuple[int, int]] = {64: (64, 4), 128: (64, 3), 256: (64, 3)}
 
 
 def device_named(device_kind: str) -> Device:
@@ -91,7 +100,8 @@ def decode_settings(
     """Settings of a decode batch.
 
     A row's tiles are split so that rows * kv_heads * splits programs are two to four times the SMs, unless rows and
-    heads alone are as many, or a row of the longest context has fewer tiles than that.
+    heads alone are as many, a row of the longest context has fewer tiles than that, or the partial results of so many
+    splits could not be merged by one program.
 
     Args:
         device_kind: `device.device_kind`, "" if unknown.
@@ -106,13 +116,20 @@ def decode_settings(
     device = device_named(device_kind)
     key_tile, num_warps, num_stages = _of_head_dim(device.decode, head_dim)
     key_tile = max(16, min(key_tile, _power_of_two(most_tokens)))
-    splits = _power_of_two_below(4 * device.multiprocessors // (rows * kv_heads))
+    splits = min(4 * device.multiprocessors // (rows * kv_heads), -(-most_tokens // key_tile), MERGED // head_dim)
     return DecodeSettings(
         key_tile=key_tile,
-        splits=min(splits, -(-most_tokens // key_tile)),
+        splits=_power_of_two_below(splits),
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+def mosaic_settings(device_kind: str, *, head_dim: int, **shapes: int) -> DecodeSettings:
+    """As `decode_settings`, of the Mosaic GPU kernel."""
+    key_tile, num_stages = _of_head_dim(MOSAIC, head_dim)
+    settings = decode_settings(device_kind, head_dim=head_dim, **shapes)
+    return dataclasses.replace(settings, key_tile=key_tile, num_warps=4, num_stages=num_stages)
 
 
 def mixed_settings(

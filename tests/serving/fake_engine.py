@@ -35,6 +35,10 @@ class FakeInfo:
     num_blocks: int = 64
     block_size: int = 16
     kv_cache_bytes: int = 4096
+    attention: dict[str, str] = dataclasses.field(
+        default_factory=lambda: {"decode": "xla", "mixed": "xla", "write": "xla"}
+    )
+    attention_fallbacks: tuple[str, ...] = ()
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:

@@ -113,6 +113,21 @@ def test_generate_has_those_that_change_what_one_prompt_gives(invoke, llm, tmp_p
     assert (result.exit_code, "kv_compress_ratio must be in [0, 1), got 1.0" in result.stderr) == (2, True)
 
 
+def test_attention_has_a_backend(invoke, served, llm, tmp_path):
+    assert invoke("serve", str(tmp_path), "--port", "0", "--attention-backend", "triton").exit_code == 0
+    assert served["config"] == EngineConfig(model_dir=tmp_path, attention_backend="triton")
+    file = tmp_path / "settings.json"
+    file.write_text(f'{{"model": "{tmp_path}", "port": 0, "attention-backend": "xla"}}')
+    assert invoke("serve", str(file)).exit_code == 0
+    assert served["config"] == EngineConfig(model_dir=tmp_path, attention_backend="xla")
+    assert invoke("generate", str(tmp_path), "hello", "--attention-backend", "mosaic").exit_code == 0
+    assert llm.made == (tmp_path, {"attention_backend": "mosaic", "max_num_seqs": 1})
+    result = invoke("serve", str(tmp_path), "--port", "0", "--attention-backend", "flash", env={"COLUMNS": "1000"})
+    assert (result.exit_code, "triton" in result.stderr) == (2, True)
+    with pytest.raises(ValueError, match='"auto", "xla", "triton" or "mosaic", got \'flash\''):
+        EngineConfig(model_dir=".", attention_backend="flash")
+
+
 def test_the_start_says_which_of_them_are_on(invoke, served, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0

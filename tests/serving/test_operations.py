@@ -120,6 +120,18 @@ async def test_op_04_metrics_add_up(client, engine):
     assert seen['vllm:cache_config_info{block_size="16",model_name="fake",num_gpu_blocks="64"}'] == 1
 
 
+async def test_what_computes_attention_is_told():
+    reason = "decode uses XLA, as a kernel failed its self-test: triton: off by 1"
+    attention = {"decode": "xla", "mixed": "triton", "write": "triton"}
+    async with serving(FakeEngine(info=FakeInfo(attention=attention, attention_fallbacks=(reason,)))) as client:
+        seen = await metrics(client)
+        assert seen['omni_jax:attention_info{implementation="xla",model_name="fake",op="decode"}'] == 1
+        assert seen['omni_jax:attention_info{implementation="triton",model_name="fake",op="write"}'] == 1
+        assert seen['omni_jax:attention_fallbacks{model_name="fake"}'] == 1
+        _, stats = await client.get("/stats")
+        assert stats["attention"] == attention | {"fallbacks": [reason]}
+
+
 async def test_two_apps_have_metrics_of_their_own():
     async with serving(FakeEngine()) as one, serving(FakeEngine()) as other:
         await one.chat()

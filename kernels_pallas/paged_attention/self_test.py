@@ -1,0 +1,249 @@
+"""The chosen kernels against the float32 reference, on the device, before an engine takes requests.
+
+A compiler or a driver that is newer than our tests may make a kernel wrong, or not compile it: Triton once computed
+two chained products wrongly on an H100 (openxla/xla#19780), for which inputs of ones were enough. So each kernel is run
+once at start-up, in the model's head size, group, page size and dtype, over a pool of a few pages whose unwritten slots
+are NaN.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.mlir import ir
+
+from kernels_pallas.paged_attention import reference
+from kernels_pallas.paged_attention.api import PagedBatch, PagedKernels, paged_attention, write_kv
+from kernels_pallas.paged_attention.pages import Pages, QuantPages, quantise, storage_dtype, write_pages
+
+# What JAX raises where it cannot compile or run a kernel. Anything else is a fault of ours, and is not caught.
+# - JaxRuntimeError (a RuntimeError) comes from XLA, when it compiles and when it runs: no ptxas (UNAVAILABLE), too much
+#   shared memory (RESOURCE_EXHAUSTED), a fault in the kernel (INTERNAL).
+# - NotImplementedError (a RuntimeError) and ValueError come from Pallas, which lowers the kernel: an operation that
+#   the target has none of, a size that is no power of two, more shared memory than there is.
+# - MLIRError comes from below it: a module that the dialect's verifier refuses.
+CANNOT_RUN = (RuntimeError, ValueError, ir.MLIRError)
+
+# Of numbers around 1, between a kernel that rounds its weights to the dtype and the reference, which does not. A wrong
+# mask, page or scale is off by a tenth and more.
+TOLERANCES = {"bfloat16": 0.03, "float16": 0.006, "float32": 0.006}  # float32: a GPU may multiply in TF32
+CONTEXT = 443  # tokens of the longest row: more trips of a loop over keys than there are stages
+FEW, MANY = 8, 192  # rows of a decode batch: the keys of a row are split among programs, or not
+MIXED = ((70, 70), (CONTEXT, 45), (130, 1), (17, 17), (1, 1))  # (kv_len, queries); 134 queries
+PADDED = 160  # tokens of the mixed batch, padding included
+SHARPER = 3.0  # the queries' deviation: attention then looks at few tokens, and leaving some out shows
+WRITTEN = 40  # tokens of a write
+
+
+_reference = jax.jit(reference.attention, static_argnames=("scale", "window"))
+
+
+class BrokenDevice(RuntimeError):
+    """A kernel has left the device in a state in which nothing runs any more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Model:
+    """The sizes that a kernel is compiled for."""
+
+    head_dim: int
+    page_size: int
+    group: int
+    dtype: np.dtype
+    quantised: bool
+    window: int | None
+
+    kv_heads = 2  # enough to mistake one for the other; more are more of the same
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.dtype.name]
+
+
+def self_test(
+    kernels: PagedKernels,
+    *,
+    device: Any,
+    head_dim: int,
+    page_size: int,
+    group: int,
+    dtype: Any,
+    kv_cache_dtype: str = "auto",
+    window: int | None = None,
+    attention: Callable = paged_attention,
+    write: Callable = write_kv,
+) -> Mapping[str, str]:
+    """Runs every kernel that is not XLA's: a second or two, once compiled.
+
+    Args:
+        kernels: what was chosen.
+        device: where to run.
+        head_dim, page_size, group, dtype, kv_cache_dtype, window: as `choose` has them; `group` heads share a KV head.
+        attention, write: of the api, or what a test has in their place.
+
+    Returns:
+        What failed, and how: "decode", "mixed" or "write" to a sentence. Empty if nothing did.
+
+    Raises:
+        BrokenDevice: nothing can be told of the rest, nor done but to start again with another backend.
+    """
+    model = _Model(
+        head_dim=head_dim,
+        page_size=page_size,
+        group=group,
+        dtype=np.dtype(dtype),
+        quantised=kv_cache_dtype == "int8",
+        window=window,
+    )
+    tests = {"decode": (_test_decode, attention), "mixed": (_test_mixed, attention), "write": (_test_write, write)}
+    failures = {}
+    with jax.default_device(device):
+        for op, (test, function) in tests.items():
+            name = getattr(kernels, op)
+            if name == "xla":
+                continue
+            try:
+                fault = test(model, device.platform, functools.partial(function, implementation=name))
+            except CANNOT_RUN as error:
+                fault = f"{type(error).__name__}: {error}"
+                _check_alive(op, name, error)
+            if fault is not None:
+                failures[op] = f"{name}: {fault}"
+    return failures
+
+
+def without(kernels: PagedKernels, failures: Mapping[str, str]) -> PagedKernels:
+    """The kernels with XLA's in place of those that failed."""
+    return dataclasses.replace(kernels, **dict.fromkeys(failures, "xla"))
+
+
+def _check_alive(op: str, name: str, error: Exception) -> None:
+    """A fault in a kernel, an illegal address say, ends the whole process' use of a GPU."""
+    try:
+        jax.block_until_ready(jnp.zeros(8) + 1)
+    except jax.errors.JaxRuntimeError:
+        raise BrokenDevice(
+            f"the self-test of {op} with {name} has broken the device for this process: start again with another "
+            f"attention backend, such as xla; the fault was {type(error).__name__}: {error}"
+        ) from error
+
+
+# -- tests: what is wrong, or None ------------------------------------------------------------------------------------
+
+
+def _test_decode(model: _Model, platform: str, attention: Callable) -> str | None:
+    page = model.page_size
+    lengths = (1, page, page + 1, CONTEXT)
+    for rows in (FEW, MANY):
+        row = np.arange(rows) % len(lengths)  # many rows read the same pages
+        for ones in (False, True):
+            keys, values, tables = _pools(model, platform, lengths, ones)
+            batch = _batch(np.arange(rows + 1), np.asarray(lengths)[row], tables[row], decode=True)
+            fault = _compare(model, attention, _query(model, rows, ones), keys, values, batch, rows)
+            if fault is not None:
+                return f"{rows} rows{' of ones' if ones else ''}: {fault}"
+    return None
+
+
+def _test_mixed(model: _Model, platform: str, attention: Callable) -> str | None:
+    lengths, queries = zip(*MIXED, strict=True)
+    padding = 3  # rows without queries, that look at the first slot of page 0
+    start = np.cumsum([0, *queries, *[0] * padding])
+    for ones in (False, True):
+        keys, values, tables = _pools(model, platform, lengths, ones)
+        tables = np.concatenate([tables, np.zeros_like(tables[:padding])])
+        batch = _batch(start, np.asarray([*lengths, *[1] * padding]), tables, decode=False)
+        fault = _compare(model, attention, _query(model, PADDED, ones), keys, values, batch, sum(queries))
+        if fault is not None:
+            return f"rows of {', '.join(map(str, queries))} queries{' of ones' if ones else ''}: {fault}"
+    return None
+
+
+def _test_write(model: _Model, platform: str, write: Callable) -> str | None:
+    """Slots in any order, and padding, of which several write to the same slot of page 0."""
+    rng = np.random.default_rng(0)
+    pages = -(-WRITTEN // model.page_size) + 1
+    slot = rng.permutation(np.arange(model.page_size, (1 + pages) * model.page_size))[:WRITTEN]
+    slot[-4:] = 0
+    place = jnp.asarray(slot // model.page_size, jnp.int32), jnp.asarray(slot % model.page_size, jnp.int32)
+    rows = [jnp.asarray(rng.standard_normal((WRITTEN, model.kv_heads, model.head_dim)), model.dtype) for _ in range(2)]
+    empty = np.full((1 + pages, model.kv_heads, model.page_size, model.head_dim), np.nan, np.float32)
+    wanted = [write_pages(_stored(model, platform, empty), new, *place) for new in rows]
+    pools = [_stored(model, platform, empty) for _ in rows]
+    got = jax.jit(write, donate_argnums=(0, 1))(*pools, *rows, *place)
+    for name, mine, right in zip(("keys", "values"), got, wanted, strict=True):
+        if isinstance(right, QuantPages):
+            near = np.abs(np.int32(mine.values[1:]) - np.int32(right.values[1:])).max() <= 1  # rounded the other way
+            same = near and np.allclose(mine.scales[1:], right.scales[1:], rtol=1e-6, atol=0, equal_nan=True)
+        else:
+            same = _bits(mine[1:]) == _bits(right[1:])
+        if not same:
+            return f"{name} are not where they should be, or not what was written"
+    return None
+
+
+def _compare(
+    model: _Model, attention: Callable, query: jax.Array, keys: Pages, values: Pages, batch: PagedBatch, real: int
+) -> str | None:
+    # Implementations are compiled functions already: one program serves random numbers and ones.
+    got, want = (
+        np.asarray(function(query, keys, values, batch, scale=model.head_dim**-0.5, window=model.window), np.float32)
+        for function in (attention, _reference)
+    )
+    got, want = got[:real], want[:real]
+    if not np.isfinite(got).all():
+        return f"{np.count_nonzero(~np.isfinite(got))} of {got.size} numbers are not finite"
+    worst = float((np.abs(got - want) / np.maximum(1, np.abs(want))).max())
+    if worst > model.tolerance:
+        return f"off by {worst:.3g}, {model.tolerance} is allowed"
+    return None
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def _query(model: _Model, tokens: int, ones: bool) -> jax.Array:
+    shape = (tokens, model.kv_heads * model.group, model.head_dim)
+    drawn = SHARPER * np.random.default_rng(1).standard_normal(shape)
+    return jnp.asarray(np.ones(shape) if ones else drawn, model.dtype)
+
+
+def _batch(query_start: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray, *, decode: bool) -> PagedBatch:
+    start, lengths, tables = (jnp.asarray(array, jnp.int32) for array in (query_start, kv_len, block_tables))
+    return PagedBatch(query_start=start, kv_len=lengths, block_tables=tables, decode=decode)
+
+
+def _pools(model: _Model, platform: str, lengths: tuple[int, ...], ones: bool) -> tuple[Pages, Pages, np.ndarray]:
+    """Keys and values of rows of these lengths, in pages in any order, and the rows' tables."""
+    rng = np.random.default_rng(2)
+    page = model.page_size
+    used = [-(-length // page) for length in lengths]
+    content = np.full((2, 1 + sum(used), model.kv_heads, page, model.head_dim), np.nan, np.float32)
+    content[:, 0, :, 0] = 0.5  # where padding is written
+    tables = np.zeros((len(lengths), max(used)), np.int32)
+    free = iter(rng.permutation(sum(used)) + 1)
+    for row, length in enumerate(lengths):
+        for at in range(used[row]):
+            tables[row, at] = number = next(free)
+            rows = content[:, number, :, : length - at * page]
+            rows[...] = 1 if ones else rng.standard_normal(rows.shape)
+    keys, values = (_stored(model, platform, pages) for pages in content)
+    return keys, values, tables
+
+
+def _stored(model: _Model, platform: str, content: np.ndarray) -> Pages:
+    """float32 pages as the pool keeps them; of quantised ones the scales are NaN where the content is."""
+    if model.quantised:
+        values, scales = quantise(jnp.asarray(content))
+        return QuantPages(values=values, scales=jnp.where(np.isnan(content[..., 0]), jnp.nan, scales))
+    stored = content.astype(model.dtype)
+    kept = storage_dtype(model.dtype, platform)
+    return jnp.asarray(stored if kept == model.dtype else stored.view(kept))
+
+
+def _bits(array: jax.Array) -> bytes:
+    return np.asarray(array).tobytes()
