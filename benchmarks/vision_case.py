@@ -18,6 +18,7 @@ from omni_jax.models import load_weights, model_config
 from omni_jax.requests import MediaSpan
 from omni_jax.runtime.encoder import Encoder, EncoderConfig
 from omni_jax.runtime.executables import compile_all
+from omni_jax.runtime.sharding import make_mesh
 from omni_jax.scheduling import patch_buckets
 
 NAME = "omni-jax"
@@ -77,9 +78,10 @@ class Tower:
                 rescale_factor=self._settings.rescale_factor,
             ),
             np.dtype(np.float32),
-            jax.devices()[0],
+            make_mesh(jax.devices()),
         )
         self._encoder.use(compile_all(self._encoder.jobs()))
+        self._encoder.reset()
         found = []
         for i, span in enumerate(self._spans):
             self.encode(i, 1)

@@ -76,6 +76,8 @@ def checkpoint(variant: str) -> Path:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if variant in tiny_vl.FAMILIES:
         return tiny_vl.write_tiny_vl(directory, variant)
+    if variant == "eight_heads":  # and two KV heads, for meshes
+        return tiny.write_tiny(directory, "qwen2_untied", num_attention_heads=8, head_dim=16)
     return tiny.write_tiny(directory, variant)
 
 

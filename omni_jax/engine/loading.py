@@ -15,13 +15,14 @@ import numpy as np
 from checkpoints.reader import Checkpoint
 from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
-from omni_jax.engine.kernels import choose_kernels
 from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.memory import EncoderCache
 from omni_jax.models import ModelConfig, VisionConfig, Weights, load_weights, model_config
+from omni_jax.models.axis import MODEL
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
+from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, sharding_of
 from omni_jax.runtime.state import block_bytes, round_pages
 from omni_jax.scheduling import default_buckets, patch_buckets
 
@@ -57,16 +58,17 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     report = progress or (lambda *_: None)
     compat.use_compilation_cache(Path(config.compilation_cache_dir or _default_cache()))
     compat.count_compilations()
-    device = jax.devices()[0]
+    mesh = make_mesh(jax.devices(), model=config.tensor_parallel_size)
+    device = mesh.devices.flat[0]
     checkpoint = Checkpoint(config.model_dir)
     tokenizer = Tokenizer.from_directory(Path(config.model_dir), chat_template=config.chat_template)
     vision = _vision(config, model_config(checkpoint.config).vision)
     dtype = _dtype(config.dtype, model_config(checkpoint.config).dtype)
     model, weights = load_weights(
         checkpoint,
-        model_config(checkpoint.config),
+        fit(model_config(checkpoint.config), mesh.shape[MODEL]),
         dtype,
-        device=device,
+        sharding_of=sharding_of(mesh),
         progress=lambda name, done, total: report("load", done, total, name),
     )
     logger.info(
@@ -76,16 +78,8 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     generation = checkpoint.generation_config
     eos_token_ids = _eos(generation, checkpoint.config, tokenizer)
     encoder = _encoder(config, vision, device) if vision else None
-    kernels, fallbacks = choose_kernels(
-        config.attention_backend,
-        model,
-        device,
-        block_size=_block_size(config, device),
-        dtype=dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
-    runner_config, num_blocks = _size(config, model, weights, device, dtype, eos_token_ids, encoder, kernels)
-    runner = Runner(model, weights, runner_config, device)
+    runner_config, num_blocks = _size(config, model, weights, mesh, dtype, eos_token_ids, encoder)
+    runner = Runner(model, weights, runner_config, mesh)
 
     compiled, hits, begin = compat.compilations(), compat.cache_hits(), time.perf_counter()
 
@@ -124,8 +118,6 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         compile_seconds=seconds,
         cache_hits=hits,
         encoder_cache_tokens=_encoder_cache_tokens(config, vision) if vision else 0,
-        attention=dataclasses.asdict(kernels),
-        attention_fallbacks=fallbacks,
     )
     return Loaded(
         info=info,
@@ -162,14 +154,15 @@ def _encoder(config: EngineConfig, vision: VisionInputs, device) -> EncoderConfi
     )
 
 
-def _size(config, model, weights, device, dtype, eos_token_ids, encoder, kernels) -> tuple[RunnerConfig, int]:
+def _size(config, model, weights, mesh, dtype, eos_token_ids, encoder) -> tuple[RunnerConfig, int]:
     """Limits of the batch and the number of usable blocks."""
+    device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     budget = _budget(config, device, max_num_seqs)
     if budget < max_num_seqs:
         raise ValueError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs})")
-    block_size = _block_size(config, device)
+    block_size = config.block_size or (32 if on_cpu else 16)
     wanted = config.max_model_len or model.max_position_embeddings
     if wanted > model.max_position_embeddings:
         raise ValueError(
@@ -193,10 +186,10 @@ def _size(config, model, weights, device, dtype, eos_token_ids, encoder, kernels
         kv_cache_dtype=config.kv_cache_dtype,
         swap=config.swap_space > 0 and config.preemption_mode != "recompute",
         compression=config.enable_adaptive_compression,
-        kernels=kernels,
     )
     per_block = block_bytes(model, block_size=block_size, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
-    memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, device)
+    per_block //= mesh.shape[MODEL]  # a device has its KV heads of every block
+    memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, mesh)
     longest = -(-wanted // block_size)
     # Rounded up what is needed, and down what there is room for: a cache that is just large enough stays large enough.
     num_blocks = num_pages = min(round_pages(memory // per_block), round_pages(max_num_seqs * longest + 1, up=True))
@@ -224,32 +217,29 @@ def _size(config, model, weights, device, dtype, eos_token_ids, encoder, kernels
     return dataclasses.replace(sizes, num_pages=num_pages, max_model_len=max_model_len), num_blocks
 
 
-def _block_size(config: EngineConfig, device) -> int:
-    return config.block_size or (32 if device.platform == "cpu" else 16)
-
-
 def _budget(config: EngineConfig, device, max_num_seqs: int) -> int:
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     return max(512 if device.platform == "cpu" else 8192, max_num_seqs)
 
 
-def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, sizes: RunnerConfig, device) -> int:
+def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, sizes: RunnerConfig, mesh) -> int:
+    """Bytes of a device that the cache may take."""
+    device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return min(2 * GIB, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
     limit = device.memory_stats()["bytes_limit"]
     total = int(limit / config.gpu_memory_utilization)  # the allocator was given that share before JAX was imported
-    probe = Runner(model, weights, dataclasses.replace(sizes, num_pages=16), device)
-    largest = probe.jobs()[0]
-    compiled = jax.jit(largest.function, donate_argnums=largest.donate).lower(*largest.arguments).compile()
-    analysis = compiled.memory_analysis()
+    probe = Runner(model, weights, dataclasses.replace(sizes, num_pages=16), mesh)
+    analysis = probe.jobs()[0].lower().compile().memory_analysis()
     temporaries = analysis.temp_size_in_bytes if analysis is not None else 0
-    features = 0 if probe.encoder is None else probe.encoder.features.nbytes
-    left = limit - weights.nbytes - temporaries - features
+    features = 0 if probe.encoder is None else bytes_per_device(probe.encoder.abstract_features)
+    held = bytes_per_device(weights.arrays)
+    left = limit - held - temporaries - features
     if left <= 0:
         raise ValueError(
             f"no room for a KV cache: the device has {total:,} bytes, {config.gpu_memory_utilization} of which are "
-            f"{limit:,}; weights take {weights.nbytes:,}, features of pictures {features:,} and temporaries "
+            f"{limit:,}; weights take {held:,}, features of pictures {features:,} and temporaries "
             f"{temporaries:,}"
         )
     return left

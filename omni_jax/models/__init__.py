@@ -2,6 +2,16 @@
 
 from omni_jax.models.config import ModelConfig, VisionConfig, model_config
 from omni_jax.models.decoder import Decoder
-from omni_jax.models.weights import Split, Tower, Weights, load_weights
+from omni_jax.models.weights import Split, Tower, Weights, abstract_weights, load_weights
 
-__all__ = ["Decoder", "ModelConfig", "Split", "Tower", "VisionConfig", "Weights", "load_weights", "model_config"]
+__all__ = [
+    "Decoder",
+    "ModelConfig",
+    "Split",
+    "Tower",
+    "VisionConfig",
+    "Weights",
+    "abstract_weights",
+    "load_weights",
+    "model_config",
+]

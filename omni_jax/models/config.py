@@ -70,6 +70,8 @@ class ModelConfig:
             differs from the embedding overrules it (see weights.py).
         dtype: the dtype the weights are stored in.
         vision: the tower that reads pictures and film, if the model has one.
+        kv_repeats: how often each KV head of the checkpoint stands in num_key_value_heads; more than once on a mesh of
+            more devices than KV heads (runtime.sharding.fit).
     """
 
     architecture: str
@@ -88,6 +90,7 @@ class ModelConfig:
     qk_norm: bool
     dtype: str
     vision: VisionConfig | None = None
+    kv_repeats: int = 1
 
 
 def model_config(config: Mapping[str, Any]) -> ModelConfig:

@@ -6,8 +6,11 @@ Merger. All take patches in the order of `vision_layout.layout`, of several imag
 wherever first == last. Matrices are all stored [out, in]: calls have hundreds of rows at least, and the CPU's product
 likes that layout a little better then, also where the matrix widens (it is the other way round for the few rows of a
 decode step).
+
+On a device of a mesh, parameters may be its part: some heads, some of the inner width. Hidden states are whole.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -18,9 +21,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from kernels_pallas.packed_attention import packed_attention
+from omni_jax.models.axis import ALONE, ModelAxis
 from omni_jax.models.config import VisionConfig
 from omni_jax.models.decoder import RMSNorm, project
 from omni_jax.models.rope import rotate
+from omni_jax.models.sources import Source
 from omni_jax.models.vision_layout import longest_window
 
 NORM_EPS = 1e-6
@@ -79,14 +84,20 @@ def _norm(config: VisionConfig, dtype) -> RMSNorm | LayerNorm:
 
 
 class Linear(nnx.Module):
-    """A matrix [out, in] and a bias."""
+    """A matrix [*outputs, *inputs] and a bias [*outputs]; axes are cut where devices part them."""
 
-    def __init__(self, inputs: int, outputs: int, dtype):
-        self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype))
+    def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], dtype):
+        self.weight = nnx.Param(jnp.zeros((*outputs, *inputs), dtype))
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype))
+        self.width = math.prod(inputs)
 
-    def __call__(self, x: Float[Array, "n in"]) -> Float[Array, "n out"]:
-        return project(x, self.weight[...], out_in=True) + self.bias[...][None, :]
+    def __call__(self, x: Float[Array, "n in"], axis: ModelAxis) -> Float[Array, "n ..."]:
+        """[n, *outputs] of this device. Where it has a part of the inputs only, the others' parts are added."""
+        bias = self.bias[...]
+        y = project(x, self.weight[...].reshape(bias.size, -1), out_in=True)
+        if x.shape[1] < self.width:
+            y = axis.sum(y)
+        return y.reshape(x.shape[0], *bias.shape) + bias[None]
 
 
 def _in_float32(function, x):
@@ -123,14 +134,15 @@ class Attention(nnx.Module):
     """Attention of the patches of an image, or of a window, to each other, in both directions."""
 
     def __init__(self, config: VisionConfig, dtype):
-        self.heads, self.head_dim = config.num_heads, config.hidden_size // config.num_heads
+        heads, head_dim = config.num_heads, config.hidden_size // config.num_heads
+        self.scale = head_dim**-0.5
         self.longest = longest_window(config)
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, dtype)
-        self.out = Linear(config.hidden_size, config.hidden_size, dtype)
+        self.qkv = Linear((config.hidden_size,), (3, heads, head_dim), dtype)
+        self.out = Linear((heads, head_dim), (config.hidden_size,), dtype)
 
-    def __call__(self, x, cos, sin, batch: PatchBatch, full: bool):
-        n = x.shape[0]
-        query, key, value = jnp.split(self.qkv(x).reshape(n, -1, self.head_dim), 3, axis=1)
+    def __call__(self, x, cos, sin, batch: PatchBatch, full: bool, axis: ModelAxis):
+        qkv = self.qkv(x, axis)
+        query, key, value = (qkv[:, i] for i in range(3))
         first, last = (batch.first, batch.last) if full else (batch.window_first, batch.window_last)
         if first is None or last is None:
             raise ValueError("a layer was told to attend within windows (full=False), but the batch has none")
@@ -140,33 +152,33 @@ class Attention(nnx.Module):
             value,
             first,
             last,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             longest=None if full else self.longest,
         )
-        return self.out(attended.reshape(n, -1))
+        return self.out(attended.reshape(x.shape[0], -1), axis)
 
 
 class QuickMLP(nnx.Module):
     """Two matrices around x * sigmoid(1.702 x), which comes near to GELU (Qwen2-VL)."""
 
     def __init__(self, config: VisionConfig, dtype):
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size, dtype)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size, dtype)
+        self.fc1 = Linear((config.hidden_size,), (config.intermediate_size,), dtype)
+        self.fc2 = Linear((config.intermediate_size,), (config.hidden_size,), dtype)
 
-    def __call__(self, x):
-        return self.fc2(_in_float32(lambda y: y * jax.nn.sigmoid(1.702 * y), self.fc1(x)))
+    def __call__(self, x, axis: ModelAxis):
+        return self.fc2(_in_float32(lambda y: y * jax.nn.sigmoid(1.702 * y), self.fc1(x, axis)), axis)
 
 
 class GatedMLP(nnx.Module):
     """SwiGLU with biases (Qwen2.5-VL)."""
 
     def __init__(self, config: VisionConfig, dtype):
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, dtype)
-        self.down = Linear(config.intermediate_size, config.hidden_size, dtype)
+        self.gate_up = Linear((config.hidden_size,), (2, config.intermediate_size), dtype)
+        self.down = Linear((config.intermediate_size,), (config.hidden_size,), dtype)
 
-    def __call__(self, x):
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(_in_float32(jax.nn.silu, gate) * up)
+    def __call__(self, x, axis: ModelAxis):
+        gate_up = self.gate_up(x, axis)
+        return self.down(_in_float32(jax.nn.silu, gate_up[:, 0]) * gate_up[:, 1], axis)
 
 
 class Block(nnx.Module):
@@ -186,12 +198,13 @@ class Block(nnx.Module):
         batch: PatchBatch,
         *,
         full: bool,
+        axis: ModelAxis = ALONE,
     ) -> Float[Array, "n hidden"]:
         """`full` says that patches attend to their image instead of their window (`attends_fully`)."""
         with jax.named_scope("vision_attention"):
-            x = x + self.attention(self.norm1(x), cos, sin, batch, full)
+            x = x + self.attention(self.norm1(x), cos, sin, batch, full, axis)
         with jax.named_scope("vision_mlp"):
-            return x + self.mlp(self.norm2(x))
+            return x + self.mlp(self.norm2(x), axis)
 
 
 class Merger(nnx.Module):
@@ -200,12 +213,12 @@ class Merger(nnx.Module):
     def __init__(self, config: VisionConfig, dtype):
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.norm = _norm(config, dtype)
-        self.fc1 = Linear(self.width, self.width, dtype)
-        self.fc2 = Linear(self.width, config.out_hidden_size, dtype)
+        self.fc1 = Linear((self.width,), (self.width,), dtype)
+        self.fc2 = Linear((self.width,), (config.out_hidden_size,), dtype)
 
-    def __call__(self, x: Float[Array, "n hidden"]) -> Float[Array, "features out_hidden"]:
-        merged = self.fc1(self.norm(x).reshape(-1, self.width))
-        return self.fc2(_in_float32(lambda y: jax.nn.gelu(y, approximate=False), merged))
+    def __call__(self, x: Float[Array, "n hidden"], axis: ModelAxis = ALONE) -> Float[Array, "features out_hidden"]:
+        merged = self.fc1(self.norm(x).reshape(-1, self.width), axis)
+        return self.fc2(_in_float32(lambda y: jax.nn.gelu(y, approximate=False), merged), axis)
 
 
 def attends_fully(config: VisionConfig) -> tuple[bool, ...]:
@@ -214,27 +227,32 @@ def attends_fully(config: VisionConfig) -> tuple[bool, ...]:
     return tuple(not windows or i in config.full_attention_layers for i in range(config.depth))
 
 
-def weight_sources(config: VisionConfig) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """The weight map, as data: parameter path -> (tensors of the checkpoint stacked along their output axis,
-    transposed?). Paths begin with the module: `patch_embed.`, `blocks.{i}.` or `merger.`. The convolution of the
-    checkpoint has five axes where the parameter has two: reshape it to [hidden, -1]."""
+def weight_sources(config: VisionConfig) -> dict[str, Source]:
+    """The weight map, as data: parameter path -> where it comes from. Paths begin with the module: `patch_embed.`,
+    `blocks.{i}.` or `merger.`."""
+    heads = config.num_heads
 
-    def linear(here: str, *there: str) -> dict[str, tuple[tuple[str, ...], bool]]:
-        return {here + part: (tuple(name + part for name in there), False) for part in (".weight", ".bias")}
+    def linear(here: str, *there: str, cut: tuple[int, ...] = ()) -> dict[str, Source]:
+        cuts = (cut,) * len(there) if cut else ()
+        return {
+            here + part: Source(tensors=tuple(name + part for name in there), cuts=cuts)
+            for part in (".weight", ".bias")
+        }
 
-    def norm(here: str, there: str) -> dict[str, tuple[tuple[str, ...], bool]]:
+    def norm(here: str, there: str) -> dict[str, Source]:
         parts = (".weight",) if config.rms_norm else (".weight", ".bias")
-        return {here + part: ((there + part,), False) for part in parts}
+        return {here + part: Source(tensors=(there + part,)) for part in parts}
 
-    sources = {"patch_embed.weight": (("visual.patch_embed.proj.weight",), False)}
+    sources = {"patch_embed.weight": Source(tensors=("visual.patch_embed.proj.weight",))}
     for i in range(config.depth):
         here, there = f"blocks.{i}.", f"visual.blocks.{i}."
         mlp = there + "mlp."
         sources |= norm(here + "norm1", there + "norm1") | norm(here + "norm2", there + "norm2")
-        sources |= linear(here + "attention.qkv", there + "attn.qkv")
+        sources |= linear(here + "attention.qkv", there + "attn.qkv", cut=(3, heads, config.hidden_size // heads))
         sources |= linear(here + "attention.out", there + "attn.proj")
         if config.hidden_act == "silu":
-            sources |= linear(here + "mlp.gate_up", mlp + "gate_proj", mlp + "up_proj")
+            gate_up = (mlp + "gate_proj", mlp + "up_proj")
+            sources |= linear(here + "mlp.gate_up", *gate_up, cut=(1, config.intermediate_size))
             sources |= linear(here + "mlp.down", mlp + "down_proj")
         else:
             sources |= linear(here + "mlp.fc1", mlp + "fc1") | linear(here + "mlp.fc2", mlp + "fc2")

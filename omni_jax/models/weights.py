@@ -13,6 +13,7 @@ from checkpoints.reader import Checkpoint, CheckpointError
 from omni_jax.models import vision
 from omni_jax.models.config import ModelConfig, VisionConfig
 from omni_jax.models.decoder import Decoder, weight_sources
+from omni_jax.models.sources import Source
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,10 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 # Beginnings of names as transformers 5 writes vision models, and the classic ones that the weight maps use.
 RENAMED_PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}
 
-Sources = Mapping[str, tuple[tuple[str, ...], bool]]  # see decoder.weight_sources
 Report = Callable[[str, int], None]  # (parameter, its bytes)
+# (parameter, its shape) -> how it lies on the devices. Layers of the decoder are `layers.{i}.…`, of the tower
+# `blocks.{i}.…`; None is the default device.
+ShardingOf = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,19 +37,15 @@ class Split:
     Attributes:
         graph: the module's structure, without arrays.
         treedef: of its state.
-        leaves: its arrays, in the order `nnx.merge` wants.
+        leaves: its arrays, in the order `nnx.merge` wants; shapes, where a program is only to be compiled.
     """
 
     graph: Any
     treedef: Any
-    leaves: tuple[jax.Array, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in self.leaves)
+    leaves: tuple[Any, ...]
 
     def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves)
+        return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self.leaves)
 
     def merge(self, leaves) -> Any:
         """The module over `leaves`; to be called while tracing."""
@@ -67,10 +66,6 @@ class Tower:
     blocks: tuple[Split, ...]
     merger: Split
 
-    @property
-    def nbytes(self) -> int:
-        return self.patch.nbytes + self.merger.nbytes + sum(block.nbytes for block in self.blocks)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
@@ -83,12 +78,18 @@ class Weights:
     """
 
     decoder: Split
-    output_matrix: jax.Array
+    output_matrix: Any
     tower: Tower | None = None
 
     @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All of them, each once."""
+        tower = () if self.tower is None else (self.tower.patch, *self.tower.blocks, self.tower.merger)
+        return tuple(leaf for part in (self.decoder, *tower) for leaf in part.leaves)
+
+    @property
     def nbytes(self) -> int:
-        return self.decoder.nbytes + (0 if self.tower is None else self.tower.nbytes)
+        return sum(array.size * array.dtype.itemsize for array in self.arrays)
 
 
 def load_weights(
@@ -96,11 +97,12 @@ def load_weights(
     config: ModelConfig,
     dtype: np.dtype,
     *,
-    device: Any = None,
+    sharding_of: ShardingOf = lambda *_: None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[ModelConfig, Weights]:
-    """Streams the checkpoint into device arrays of `dtype`. Returns the config too: a head that is in the checkpoint
-    although the config ties it, and differs from the embedding, is used, and the config says so.
+    """Streams the checkpoint into device arrays of `dtype`: one parameter at a time is put together on the host, and
+    each device gets its part of it. Returns the config too: a head that is in the checkpoint although the config ties
+    it, and differs from the embedding, is used, and the config says so.
 
     Raises:
         CheckpointError: tensors missing, left over, or of the wrong shape; names and both shapes are in the message.
@@ -111,7 +113,7 @@ def load_weights(
     seen = vision.weight_sources(config.vision) if config.vision else {}
     _check(stored, config, [*text.values(), *seen.values()])
 
-    total = sum(stored.parameters(name) for tensors, _ in [*text.values(), *seen.values()] for name in tensors)
+    total = sum(stored.parameters(name) for source in [*text.values(), *seen.values()] for name in source.tensors)
     done = 0
 
     def report(name: str, count: int) -> None:
@@ -120,10 +122,26 @@ def load_weights(
         if progress:
             progress(name, done, total * dtype.itemsize)
 
-    decoder, by_name = _fill(lambda: Decoder(config, dtype), text, stored, dtype, device, report)
-    tower = _tower(config.vision, seen, stored, dtype, device, report) if config.vision else None
-    output_matrix = by_name["embed"] if config.tie_word_embeddings else by_name["head"]
-    return config, Weights(decoder=decoder, output_matrix=output_matrix, tower=tower)
+    def place(name: str, source: Source, shape: tuple[int, ...]) -> jax.Array:
+        array = source.assemble(name, stored.read, shape, dtype)
+        sharding = sharding_of(name, shape)
+        report(name, sum(stored.parameters(tensor) for tensor in source.tensors) * dtype.itemsize)
+        if sharding is None:
+            return jax.device_put(array)
+        return jax.make_array_from_callback(shape, sharding, lambda index: array[index])
+
+    return config, _weights(config, dtype, text, seen, place)
+
+
+def abstract_weights(config: ModelConfig, dtype: np.dtype, sharding_of: ShardingOf = lambda *_: None) -> Weights:
+    """Weights of shapes only: enough to compile for, with no checkpoint and no device."""
+
+    def place(name: str, _: Source, shape: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(name, shape))
+
+    text = weight_sources(config)
+    seen = vision.weight_sources(config.vision) if config.vision else {}
+    return _weights(config, dtype, text, seen, place)
 
 
 class _Stored:
@@ -151,28 +169,32 @@ class _Stored:
         return int(np.prod(self.shape(name)))
 
 
+Place = Callable[[str, Source, tuple[int, ...]], Any]  # makes a parameter's array, or its shape
+
+
+def _weights(
+    config: ModelConfig, dtype: np.dtype, text: Mapping[str, Source], seen: Mapping[str, Source], place: Place
+) -> Weights:
+    decoder, by_name = _fill(lambda: Decoder(config, dtype), "", text, place)
+    output_matrix = by_name["embed"] if config.tie_word_embeddings else by_name["head"]
+    tower = None if config.vision is None else _tower(config.vision, dtype, seen, place)
+    return Weights(decoder=decoder, output_matrix=output_matrix, tower=tower)
+
+
 def _fill(
-    make: Callable[[], nnx.Module], sources: Sources, stored: _Stored, dtype: np.dtype, device: Any, report: Report
-) -> tuple[Split, dict[str, jax.Array]]:
-    """A module of arrays from the checkpoint, and the arrays by name."""
+    make: Callable[[], nnx.Module], prefix: str, sources: Mapping[str, Source], place: Place
+) -> tuple[Split, dict[str, Any]]:
+    """A module of arrays, and the arrays by name."""
     graph, state = nnx.split(nnx.eval_shape(make))
     paths_and_leaves, treedef = jax.tree.flatten_with_path(state)
-    by_name = {}
-    for path, leaf in paths_and_leaves:
-        name = _name(path)
-        tensors, transposed = sources[name]
-        array = _assemble(stored, name, tensors, transposed, leaf.shape, dtype)
-        by_name[name] = jax.device_put(array, device)
-        report(name, array.nbytes)
+    shapes = {prefix + _name(path): tuple(leaf.shape) for path, leaf in paths_and_leaves}
+    by_name = {name: place(name, sources[name], shape) for name, shape in shapes.items()}
     return Split(graph=graph, treedef=treedef, leaves=tuple(by_name.values())), by_name
 
 
-def _tower(
-    config: VisionConfig, sources: Sources, stored: _Stored, dtype: np.dtype, device: Any, report: Report
-) -> Tower:
+def _tower(config: VisionConfig, dtype: np.dtype, sources: Mapping[str, Source], place: Place) -> Tower:
     def part(prefix: str, make: Callable[[], nnx.Module]) -> Split:
-        own = {name.removeprefix(prefix): value for name, value in sources.items() if name.startswith(prefix)}
-        return _fill(make, own, stored, dtype, device, report)[0]
+        return _fill(make, prefix, sources, place)[0]
 
     return Tower(
         patch=part("patch_embed.", lambda: vision.PatchEmbed(config, dtype)),
@@ -202,8 +224,8 @@ def _settle_head(stored: _Stored, config: ModelConfig) -> ModelConfig:
     return config
 
 
-def _check(stored: _Stored, config: ModelConfig, sources: Iterable[tuple[tuple[str, ...], bool]]) -> None:
-    wanted = {name for tensors, _ in sources for name in tensors}
+def _check(stored: _Stored, config: ModelConfig, sources: Iterable[Source]) -> None:
+    wanted = {name for source in sources for name in source.tensors}
     given = set(stored.names)
     if config.tie_word_embeddings:
         given.discard("lm_head.weight")  # equal to the embedding, as _settle_head found
@@ -216,29 +238,3 @@ def _check(stored: _Stored, config: ModelConfig, sources: Iterable[tuple[tuple[s
     ]
     if faults:
         raise CheckpointError(faults)
-
-
-def _assemble(stored: _Stored, name, tensors, transposed, shape, dtype) -> np.ndarray:
-    """The stacked, transposed, cast array of one parameter; contiguous, and never the mapped file itself. A convolution
-    whose stride is its size is a matrix: [out, everything else]."""
-    parts = [stored.read(tensor) for tensor in tensors]
-    if len(shape) == 2:
-        parts = [part.reshape(len(part), -1) if part.ndim > 2 else part for part in parts]
-    stacked_shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-    found = stacked_shape[::-1] if transposed else stacked_shape
-    if found != tuple(shape) or any(p.shape[1:] != parts[0].shape[1:] for p in parts):
-        given = ", ".join(f"{tensor} {list(part.shape)}" for tensor, part in zip(tensors, parts, strict=True))
-        expected = list(shape[::-1] if transposed else shape)
-        raise CheckpointError(
-            [f"{name}: the config asks for {expected} from {len(parts)} tensor(s), the checkpoint has {given}"]
-        )
-    out = np.empty(shape, dtype)
-    start = 0
-    for part in parts:
-        stop = start + part.shape[0]
-        if transposed:
-            out[:, start:stop] = part.T
-        else:
-            out[start:stop] = part
-        start = stop
-    return out

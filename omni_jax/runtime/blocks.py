@@ -1,7 +1,8 @@
 """Whole blocks, copied to the host and back, and compacted: what is compiled for it, and a copy on its way.
 
-The payload of a block is what all arrays of the pool hold at its page, in the order of the pool, as bytes. On the
-device it travels in words of the narrowest array, so that a pool of one dtype is copied and never taken apart.
+The payload of a block is what all arrays of the pool hold at its page, in the order of the pool, as bytes; where
+several devices hold it, what each of them has, one after another. On the device it travels in words of the narrowest
+array, so that a pool of one dtype is copied and never taken apart.
 """
 
 import dataclasses
@@ -13,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from kernels_pallas.kv_compaction import compact
 from omni_jax import compat
-from omni_jax.runtime.executables import Job
+from omni_jax.runtime.executables import Job, make_job
 from omni_jax.runtime.packing import Layout
+from omni_jax.runtime.sharding import RULES, placed
 from omni_jax.runtime.state import Pool
 
 COPY_SIZES = (4, 16)  # blocks a call; more are copied by several calls, so that no step waits long for one
@@ -86,15 +89,15 @@ def cut_data(pool: Pool, blocks: Sequence[int], data: np.ndarray) -> Iterator[tu
         start += count
 
 
-def copy_jobs(pool: Any) -> list[Job]:
+def copy_jobs(mesh: Mesh, pool: Any) -> list[Job]:
     """What reads and writes blocks of a pool of these shapes."""
     width = payload_bytes(pool) // word_dtype(pool).itemsize
     jobs = []
     for size in COPY_SIZES:
         pages = jax.ShapeDtypeStruct((size,), jnp.int32)
-        words = jax.ShapeDtypeStruct((size, width), word_dtype(pool))
-        jobs.append(Job(key=("read", size), function=read, arguments=(pool, pages), donate=()))
-        jobs.append(Job(key=("write", size), function=write, arguments=(pool, pages, words), donate=(0,)))
+        words = placed(mesh, jax.ShapeDtypeStruct((size, width), word_dtype(pool)), "words")
+        jobs.append(make_job(mesh, ("read", size), read, (pool, pages), results=RULES["words"]))
+        jobs.append(make_job(mesh, ("write", size), write, (pool, pages, words), donate=(0,), results=RULES["pool"]))
     return jobs
 
 
@@ -169,14 +172,16 @@ def pack_compaction(
     return buffer
 
 
-def compaction_jobs(pool: Any, pages_per_row: int) -> list[Job]:
+def compaction_jobs(mesh: Mesh, pool: Any, pages_per_row: int) -> list[Job]:
     """What compacts sequences of up to pages_per_row blocks in a pool of these shapes, the largest first."""
     return [
-        Job(
-            key=("compact", size),
-            function=compaction(size),
-            arguments=(pool, compaction_layout(size).abstract()),
+        make_job(
+            mesh,
+            ("compact", size),
+            compaction(size),
+            (pool, compaction_layout(size).abstract()),
             donate=(0,),
+            results=RULES["pool"],
         )
         for size in reversed(compaction_sizes(pages_per_row))
     ]

@@ -10,11 +10,11 @@ import collections
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from omni_jax import compat
 from omni_jax.cost import StepShape
@@ -22,8 +22,9 @@ from omni_jax.models import Tower, VisionConfig
 from omni_jax.models.vision import PatchBatch, attends_fully, rotary_2d
 from omni_jax.models.vision_layout import layout
 from omni_jax.requests import MediaSpan
-from omni_jax.runtime.executables import Executable, Job, Key
+from omni_jax.runtime.executables import Executable, Job, Key, make_job
 from omni_jax.runtime.packing import Layout
+from omni_jax.runtime.sharding import axis_of, placed, zeros
 
 MOST_SECONDS = 1024  # latest slices whose time is kept
 
@@ -65,49 +66,45 @@ class Encoder:
     """Owns the feature array and the executables of the tower. One call is under way at a time.
 
     Attributes:
-        features: [feature_rows, hidden], what steps read.
+        abstract_features: [feature_rows, hidden], its shape.
+        features: the array, what steps read; there from the first `reset` on.
         calls, real_patches, padded_patches: counters.
         slice_seconds: of the latest slices, from dispatch to when the next was dispatched or the wait ended.
     """
 
     features: jax.Array
 
-    def __init__(self, model: VisionConfig, tower: Tower, config: EncoderConfig, dtype: np.dtype, device: Any):
+    def __init__(self, model: VisionConfig, tower: Tower, config: EncoderConfig, dtype: np.dtype, mesh: Mesh):
         self.config = config
-        self._model, self._tower, self._dtype, self._device = model, tower, dtype, device
+        self._model, self._tower, self._mesh, self._axis = model, tower, mesh, axis_of(mesh)
+        shape = (config.feature_rows, model.out_hidden_size)
+        self.abstract_features = placed(mesh, jax.ShapeDtypeStruct(shape, dtype), "features")
         self._executables: dict[Key, Executable] = {}
         self._call: _Call | None = None
         # One call is under way at a time, and it has read this before the next begins.
         self._pixels = np.zeros(self._pixel_shape(config.buckets[-1]), np.uint8)
         self.calls = self.real_patches = self.padded_patches = 0
         self.slice_seconds: collections.deque[float] = collections.deque(maxlen=MOST_SECONDS)
-        self.reset()
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     def jobs(self) -> list[Job]:
         """Everything to compile, the largest first."""
-        features = jax.ShapeDtypeStruct(self.features.shape, self.features.dtype)
+        features, mesh = self.abstract_features, self._mesh
         jobs = []
         for size in reversed(self.config.buckets):
             pixels = jax.ShapeDtypeStruct(self._pixel_shape(size), jnp.uint8)
             begin, end = self._begin(size), self._end()
             arguments = (self._tower.patch.abstract(), pixels, self._place_layout(size).abstract(), features)
             hidden, rotary, place, _ = jax.eval_shape(begin, *arguments)
-            jobs.append(Job(key=("encode", size), function=begin, arguments=arguments, donate=(3,)))
+            jobs.append(make_job(mesh, ("encode", size), begin, arguments, donate=(3,)))
             for kinds in dict.fromkeys(self._kinds(first) for first in self._first_layers()):
                 leaves = self._tower.blocks[0].abstract() * len(kinds)
-                jobs.append(
-                    Job(
-                        key=("encode", size, kinds),
-                        function=self._slice(kinds),
-                        arguments=(leaves, hidden, rotary, place, features),
-                        donate=(1, 4),
-                    )
-                )
+                arguments = (leaves, hidden, rotary, place, features)
+                jobs.append(make_job(mesh, ("encode", size, kinds), self._slice(kinds), arguments, donate=(1, 4)))
             target = jax.ShapeDtypeStruct((size // self._unit,), jnp.int32)
             arguments = (self._tower.merger.abstract(), hidden, features, target)
-            jobs.append(Job(key=("encode", size, "merge"), function=end, arguments=arguments, donate=(2,)))
+            jobs.append(make_job(mesh, ("encode", size, "merge"), end, arguments, donate=(2,)))
         return jobs
 
     def use(self, executables: dict[Key, Executable]) -> None:
@@ -116,8 +113,7 @@ class Encoder:
 
     def reset(self) -> None:
         """A fresh feature array, and no call under way: at the start, and after a call or a step that raised."""
-        shape = (self.config.feature_rows, self._model.out_hidden_size)
-        self.features = jax.device_put(np.zeros(shape, self._dtype), self._device)
+        self.features = zeros(self.abstract_features)
         self._call = None
 
     # -- what is compiled ---------------------------------------------------------------------------------------------
@@ -143,7 +139,7 @@ class Encoder:
             each = len(leaves) // len(kinds)
             for i, kind in enumerate(kinds):
                 block = first.merge(leaves[i * each : (i + 1) * each])
-                hidden = block(hidden, *rotary, place, full=kind == "f")
+                hidden = block(hidden, *rotary, place, full=kind == "f", axis=self._axis)
             return hidden, features
 
         return run
@@ -152,7 +148,8 @@ class Encoder:
         """(leaves, hidden, features, target) -> features; units of padding go to row 0, which nobody reads."""
 
         def run(leaves, hidden, features, target):
-            return features.at[target].set(self._tower.merger.merge(leaves)(hidden).astype(features.dtype))
+            made = self._tower.merger.merge(leaves)(hidden, self._axis)
+            return features.at[target].set(made.astype(features.dtype))
 
         return run
 

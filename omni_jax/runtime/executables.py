@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from omni_jax.runtime.sharding import WHOLE, placed, spread
 
 _STACK_BYTES = 64 << 20  # XLA recurses deeply over unrolled layers; a thread's 8 MiB have overflowed in other engines
 
@@ -21,15 +25,49 @@ class Job:
 
     Attributes:
         key: what the executable is called by, such as ("decode", 8).
-        function: to be traced with `arguments`, which are shapes.
-        arguments: shapes and dtypes, one pytree each.
+        function: to be traced with `arguments`, on whole arrays.
+        arguments: shapes, dtypes and shardings, one pytree each.
         donate: which arguments may be reused for results.
+        results: shardings of the results, a prefix of their pytree.
     """
 
     key: Key
     function: Callable
     arguments: tuple[Any, ...]
     donate: tuple[int, ...]
+    results: Any = None
+
+    def lower(self) -> Any:
+        """Traces the function; what comes can be compiled."""
+        return jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.results).lower(*self.arguments)
+
+
+def make_job(
+    mesh: Mesh,
+    key: Key,
+    function: Callable,
+    arguments: tuple[Any, ...],
+    *,
+    donate: tuple[int, ...] = (),
+    results: Any = WHOLE,
+) -> Job:
+    """A job for the devices of a row.
+
+    Args:
+        mesh: the row.
+        function: computes with one device's parts of `arguments`.
+        arguments: shapes; those without a sharding are whole on every device.
+        results: rules for the results, a prefix of their pytree.
+    """
+    arguments = jax.tree.map(lambda x: placed(mesh, x) if x.sharding is None else x, arguments)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=lambda x: isinstance(x, P))
+    return Job(
+        key=key,
+        function=spread(mesh, function, arguments, results),
+        arguments=arguments,
+        donate=donate,
+        results=shardings,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +102,7 @@ def compile_all(
 
     def one(job: Job) -> Executable:
         begin = time.perf_counter()
-        compiled = jax.jit(job.function, donate_argnums=job.donate).lower(*job.arguments).compile()
+        compiled = job.lower().compile()
         return Executable(key=job.key, compiled=compiled, seconds=time.perf_counter() - begin)
 
     executables: dict[Key, Executable] = {}

@@ -1,4 +1,5 @@
-"""The functions that are compiled: body, head, score, admit. Pure; shapes and layouts come from a StepShapes.
+"""The functions that are compiled: body, head, score, admit. Pure; shapes and layouts come from a StepShapes. On a mesh
+each device runs them on its parts: its heads, its part of the vocabulary (see runtime.sharding).
 
 A step is a body and a head. The body embeds the tokens (those sampled by the step before are still on the device), runs
 the layers over the paged cache and gathers the hidden states to sample from. The head makes logits and a token a row.
@@ -14,6 +15,7 @@ from jax import lax
 
 from kernels_pallas.paged_attention import PagedBatch, PagedKernels, paged_attention, write_pages
 from omni_jax.models import ModelConfig, Split
+from omni_jax.models.axis import ALONE, ModelAxis
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import sampling
 from omni_jax.runtime.packing import Layout
@@ -32,9 +34,10 @@ class StepShapes:
         slots: rows of state on the device, the padding slot included (it is the last).
         pages_per_row: width of the block table.
         block_size: tokens a block.
-        vocab_size: logits a row.
+        vocab_size: logits a row, of all devices together.
         reads_media: the model takes features of pictures and has M-RoPE.
         kernels: implementations of attention over the cache.
+        axis: the devices that share the model.
     """
 
     rows: int
@@ -44,6 +47,7 @@ class StepShapes:
     vocab_size: int
     reads_media: bool = False
     kernels: PagedKernels = dataclasses.field(default_factory=PagedKernels)
+    axis: ModelAxis = ALONE
 
     @property
     def alternatives(self) -> int:
@@ -152,9 +156,10 @@ def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, 
             )
 
         if shapes.reads_media:
-            hidden = decoder.merge(leaves)(tokens, field["rotary"], attend, features, field["feature_row"])
+            media = (features, field["feature_row"])
+            hidden = decoder.merge(leaves)(tokens, field["rotary"], attend, *media, axis=shapes.axis)
         else:
-            hidden = decoder.merge(leaves)(tokens, positions, attend)
+            hidden = decoder.merge(leaves)(tokens, positions, attend, axis=shapes.axis)
         sampled = hidden[field["sample_at"]]
         return tuple(pages), tables, sampled, () if decode else hidden
 
@@ -169,13 +174,13 @@ def head(shapes: StepShapes, variant: Variant, rows: int):
     token (-1 where the logits were not numbers), the bits of its logprob, ids of the alternatives, bits of their
     logprobs.
     """
-    layout = shapes.head_layout(rows)
+    layout, axis = shapes.head_layout(rows), shapes.axis
 
     def run(output_matrix, hidden, slots: SlotState, last_token, history, packed):
         field = layout.unpack(packed)
         slot = field["slot"]
         logits = logits_of(hidden[:rows], output_matrix)
-        top_logits, top_ids = sampling.most_likely(logits, shapes.alternatives)
+        top_logits, top_ids = sampling.most_likely(logits, shapes.alternatives, axis)
         if variant == "greedy":
             token = top_ids[:, 0]
         else:
@@ -191,17 +196,18 @@ def head(shapes: StepShapes, variant: Variant, rows: int):
                     slots.bias_values[slot],
                     slots.stop_ids[slot],
                     field["suppress"] > 0,
+                    axis,
                 )
             uniform = sampling.uniforms(slots.key[slot], field["position"])
             token = sampling.draw(
-                wanted, numbers[:, TEMPERATURE], slots.top_k[slot], numbers[:, TOP_P], numbers[:, MIN_P], uniform
+                wanted, numbers[:, TEMPERATURE], slots.top_k[slot], numbers[:, TOP_P], numbers[:, MIN_P], uniform, axis
             )
         token = jnp.where(field["forced"] >= 0, field["forced"], token)
-        result = _result(logits, token, top_logits, top_ids)
+        result = _result(logits, token, top_logits, top_ids, axis)
         token = jnp.maximum(result[:, 0], 0)
         last_token = last_token.at[slot].set(token)
         if variant == "full":
-            history = history.at[slot, token].add(2)
+            history = history.at[slot, axis.local(token, history.shape[1])].add(2, mode="drop")
         return last_token, history, result
 
     return run
@@ -213,7 +219,7 @@ def score(shapes: StepShapes, tokens: int):
 
     Logits of SCORE_CHUNK positions exist at once, never of all.
     """
-    layout = shapes.score_layout(tokens)
+    layout, axis = shapes.score_layout(tokens), shapes.axis
     chunk = min(SCORE_CHUNK, tokens)
 
     def run(output_matrix, hidden, packed):
@@ -224,8 +230,8 @@ def score(shapes: StepShapes, tokens: int):
 
         def one(pair):
             logits = logits_of(pair[0], output_matrix)
-            top_logits, top_ids = sampling.most_likely(logits, shapes.alternatives)
-            return _result(logits, pair[1], top_logits, top_ids)
+            top_logits, top_ids = sampling.most_likely(logits, shapes.alternatives, axis)
+            return _result(logits, pair[1], top_logits, top_ids, axis)
 
         return lax.map(one, (hidden, targets)).reshape(tokens + padding, -1)[:tokens]
 
@@ -263,23 +269,29 @@ def rebuild_history(shapes: StepShapes):
         place = jnp.arange(field["tokens"].shape[0], dtype=jnp.int32)
         in_prompt = place < field["prompt"]
         in_output = (place >= field["prompt"]) & (place < field["known"])
-        row = jnp.zeros((shapes.vocab_size,), jnp.int32)
-        row = row.at[field["tokens"]].max(in_prompt.astype(jnp.int32), mode="drop")
-        row = row.at[field["tokens"]].add(2 * in_output.astype(jnp.int32), mode="drop")
+        row = jnp.zeros((history.shape[1],), jnp.int32)
+        tokens = shapes.axis.local(field["tokens"], history.shape[1])
+        row = row.at[tokens].max(in_prompt.astype(jnp.int32), mode="drop")
+        row = row.at[tokens].add(2 * in_output.astype(jnp.int32), mode="drop")
         return history.at[field["slot"]].set(row)
 
     return run
 
 
 def logits_of(hidden, output_matrix):
-    """float32 logits, whatever the dtype of the weights. The barrier: see models.decoder.project."""
+    """float32 logits of this device's part of the vocabulary, whatever the dtype of the weights. The barrier: see
+    models.decoder.project."""
     logits = lax.dot_general(hidden, output_matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return lax.optimization_barrier(logits)
 
 
-def _result(logits, token, top_logits, top_ids):
+def _result(logits, token, top_logits, top_ids, axis):
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0] - normaliser
+    if axis.size > 1:
+        normaliser = jax.nn.logsumexp(axis.gather(normaliser), axis=0)
+    place = axis.local(jnp.maximum(token, 0), logits.shape[1])
+    chosen = jnp.take_along_axis(logits, place[:, None], axis=-1, mode="fill", fill_value=0)[:, 0]
+    chosen = axis.sum(chosen) - normaliser
     token = jnp.where(jnp.isfinite(normaliser), token, -1)
     return jnp.concatenate(
         [

@@ -4,11 +4,11 @@ import collections.abc
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kernels_pallas.paged_attention import PagedKernels
 from omni_jax import compat
@@ -27,8 +27,9 @@ from omni_jax.runtime.blocks import (
     payload_bytes,
 )
 from omni_jax.runtime.encoder import Encoder, EncoderConfig
-from omni_jax.runtime.executables import Executable, Job, Key, compile_all
+from omni_jax.runtime.executables import Executable, Job, Key, compile_all, make_job
 from omni_jax.runtime.packing import Ring
+from omni_jax.runtime.sharding import RULES, WHOLE, axis_of, placed, zeros
 from omni_jax.runtime.state import NEUTRAL, KVCacheDtype, abstract_pool, abstract_slots
 from omni_jax.scheduling import Buckets, Row, StepPlan
 
@@ -98,14 +99,16 @@ class StepResult:
 
 
 class Runner:
-    """Owns the executables and the device state.
+    """Owns the executables and the device state of one data row.
 
     Attributes:
+        mesh: the devices of the row.
         encoder: runs the vision tower, for a model that has one.
     """
 
-    def __init__(self, model: ModelConfig, weights: Weights, config: RunnerConfig, device: Any):
-        self.config = config
+    def __init__(self, model: ModelConfig, weights: Weights, config: RunnerConfig, mesh: Mesh):
+        """`model` and `weights` as they were spread over the mesh (sharding.fit, sharding.sharding_of)."""
+        self.config, self.mesh = config, mesh
         self.shapes = functions.StepShapes(
             rows=config.buckets.rows,
             slots=config.max_num_seqs + 1,
@@ -114,13 +117,14 @@ class Runner:
             vocab_size=model.vocab_size,
             reads_media=model.vision is not None,
             kernels=config.kernels,
+            axis=axis_of(mesh),
         )
         self.encoder = None
         if model.vision is not None:
             assert weights.tower is not None
             assert config.encoder is not None
-            self.encoder = Encoder(model.vision, weights.tower, config.encoder, config.dtype, device)
-        self._model, self._weights, self._device = model, weights, device
+            self.encoder = Encoder(model.vision, weights.tower, config.encoder, config.dtype, mesh)
+        self._model, self._weights = model, weights
         self._pad_slot = config.max_num_seqs
         self._executables: dict[Key, Executable] = {}
         self._rings: dict[Key, Ring] = {}
@@ -129,14 +133,14 @@ class Runner:
 
     def jobs(self) -> list[Job]:
         """Everything to compile, the largest first."""
-        shapes, buckets = self.shapes, self.config.buckets
-        abstract = self._abstract_state()
+        shapes, buckets, mesh = self.shapes, self.config.buckets, self.mesh
+        state = self._abstract_state()
         pool, tables, slots, last_token, history = (
-            abstract[k] for k in ("pool", "tables", "slots", "last_token", "history")
+            state[k] for k in ("pool", "tables", "slots", "last_token", "history")
         )
-        leaves = self._weights.decoder.abstract()
-        features = () if self.encoder is None else jax.ShapeDtypeStruct(self.encoder.features.shape, self.config.dtype)
-        matrix = jax.ShapeDtypeStruct(self._weights.output_matrix.shape, self._weights.output_matrix.dtype)
+        leaves, matrix = self._weights.decoder.abstract(), self._weights.output_matrix
+        matrix = jax.ShapeDtypeStruct(matrix.shape, matrix.dtype, sharding=matrix.sharding)
+        features = () if self.encoder is None else self.encoder.abstract_features
 
         def hidden(rows):
             return jax.ShapeDtypeStruct((rows, self._model.hidden_size), self.config.dtype)
@@ -144,44 +148,32 @@ class Runner:
         jobs = []
         for kind, sizes in (("mixed", buckets.mixed), ("decode", buckets.decode)):
             for size in reversed(sizes):
-                rows = size if kind == "decode" else shapes.rows
-                layout = shapes.body_layout(size, rows)
-                jobs.append(
-                    Job(
-                        key=(kind, size),
-                        function=functions.body(self._weights.decoder, self._model, shapes, kind == "decode", layout),
-                        arguments=(leaves, pool, tables, last_token, layout.abstract(), features),
-                        donate=(1, 2),
-                    )
-                )
+                layout = shapes.body_layout(size, size if kind == "decode" else shapes.rows)
+                run = functions.body(self._weights.decoder, self._model, shapes, kind == "decode", layout)
+                arguments = (leaves, pool, tables, last_token, layout.abstract(), features)
+                results = (RULES["pool"], WHOLE, WHOLE, WHOLE)
+                jobs.append(make_job(mesh, (kind, size), run, arguments, donate=(1, 2), results=results))
         for tokens in reversed(buckets.mixed):
             arguments = (matrix, hidden(tokens), shapes.score_layout(tokens).abstract())
-            jobs.append(
-                Job(key=("score", tokens), function=functions.score(shapes, tokens), arguments=arguments, donate=())
-            )
+            jobs.append(make_job(mesh, ("score", tokens), functions.score(shapes, tokens), arguments))
         for variant in VARIANTS:
             for rows in reversed(buckets.decode if variant == "greedy" else buckets.sampled):
                 past = history if variant == "full" else ()
-                packed = shapes.head_layout(rows).abstract()
-                jobs.append(
-                    Job(
-                        key=("head", rows, variant),
-                        function=functions.head(shapes, variant, rows),
-                        arguments=(matrix, hidden(shapes.rows), slots, last_token, past, packed),
-                        donate=(3, 4),
-                    )
+                arguments = (
+                    *(matrix, hidden(shapes.rows), slots, last_token, past),
+                    shapes.head_layout(rows).abstract(),
                 )
-        admit, rebuild = shapes.admit_layout().abstract(), shapes.history_layout().abstract()
-        jobs.append(
-            Job(key=("admit",), function=functions.admit(shapes), arguments=(slots, tables, admit), donate=(0, 1))
-        )
-        jobs.append(
-            Job(key=("history",), function=functions.rebuild_history(shapes), arguments=(history, rebuild), donate=(0,))
-        )
+                run = functions.head(shapes, variant, rows)
+                results = (WHOLE, RULES["history"], WHOLE)
+                jobs.append(make_job(mesh, ("head", rows, variant), run, arguments, donate=(3, 4), results=results))
+        arguments = (slots, tables, shapes.admit_layout().abstract())
+        jobs.append(make_job(mesh, ("admit",), functions.admit(shapes), arguments, donate=(0, 1)))
+        arguments, run = (history, shapes.history_layout().abstract()), functions.rebuild_history(shapes)
+        jobs.append(make_job(mesh, ("history",), run, arguments, donate=(0,), results=RULES["history"]))
         if self.config.swap:
-            jobs += copy_jobs(pool)
+            jobs += copy_jobs(mesh, pool)
         if self.config.compression:
-            jobs += compaction_jobs(pool, shapes.pages_per_row)
+            jobs += compaction_jobs(mesh, pool, shapes.pages_per_row)
         return jobs if self.encoder is None else jobs + self.encoder.jobs()
 
     def start(self, progress: Callable[[Executable, int, int], None] | None = None) -> dict[Key, Executable]:
@@ -196,41 +188,36 @@ class Runner:
 
     def reset(self) -> None:
         """Fresh device state: at the start, and after a step that raised took the donated arrays with it."""
-        abstract = self._abstract_state()
         if self.encoder is not None:
             self.encoder.reset()
-
-        def zeros(x):
-            return jax.device_put(np.zeros(x.shape, x.dtype), self._device)
-
-        self._pool = jax.tree.map(zeros, abstract["pool"])
-        self._tables, self._slots, self._last_token, self._history = (
-            jax.tree.map(zeros, abstract[name]) for name in ("tables", "slots", "last_token", "history")
+        state = {name: zeros(shapes) for name, shapes in self._abstract_state().items()}
+        self._pool, self._tables, self._last_token, self._history = (
+            state[name] for name in ("pool", "tables", "last_token", "history")
         )
-        self._slots = dataclasses.replace(
-            self._slots,
-            numbers=jax.device_put(np.tile(np.asarray(NEUTRAL, np.float32), (self.shapes.slots, 1)), self._device),
-        )
+        slots = state["slots"]
+        neutral = np.tile(np.asarray(NEUTRAL, np.float32), (self.shapes.slots, 1))
+        self._slots = dataclasses.replace(slots, numbers=jax.device_put(neutral, slots.numbers.sharding))
 
     def _abstract_state(self):
-        shapes, config = self.shapes, self.config
+        shapes, config, mesh = self.shapes, self.config, self.mesh
 
         def ints(*shape):
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
+        pool = abstract_pool(
+            self._model,
+            num_pages=config.num_pages,
+            block_size=config.block_size,
+            dtype=config.dtype,
+            platform=mesh.devices.flat[0].platform,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
         return {
-            "pool": abstract_pool(
-                self._model,
-                num_pages=config.num_pages,
-                block_size=config.block_size,
-                dtype=config.dtype,
-                platform=self._device.platform,
-                kv_cache_dtype=config.kv_cache_dtype,
-            ),
-            "tables": ints(shapes.slots, shapes.pages_per_row),
-            "slots": abstract_slots(shapes.slots),
-            "last_token": ints(shapes.slots),
-            "history": ints(shapes.slots, shapes.vocab_size),
+            "pool": placed(mesh, pool, "pool"),
+            "tables": placed(mesh, ints(shapes.slots, shapes.pages_per_row)),
+            "slots": placed(mesh, abstract_slots(shapes.slots)),
+            "last_token": placed(mesh, ints(shapes.slots)),
+            "history": placed(mesh, ints(shapes.slots, shapes.vocab_size), "history"),
         }
 
     # -- blocks -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 Order of the cut-offs: temperature, top_k, top_p, min_p (as transformers). A cut-off is a threshold on the probability:
 tokens as likely as the last one that is kept are kept too.
+
+With an `axis` of several devices, each has the logits of its part of the vocabulary, in order, and all come to the same
+tokens. They exchange a few numbers a row: the best of each part, counts and sums, never logits.
 """
 
 import jax
@@ -9,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from omni_jax.models.axis import ALONE, ModelAxis
 from omni_jax.requests.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 SUPPRESSED = -1e30  # a logit that is never chosen; finite, so that differences stay numbers
@@ -16,15 +20,22 @@ _BLOCK = 128  # tokens a block of the two-level draw
 
 
 def most_likely(
-    logits: Float[Array, "rows vocab"], count: int
+    logits: Float[Array, "rows vocab"], count: int, axis: ModelAxis = ALONE
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
-    """The `count` largest of each row and their ids, best first.
+    """The `count` largest of each row of all devices' logits and their ids, best first, of equal ones the first.
 
-    The barrier: XLA for CPU has a fast top-k, but does not recognise it once what follows was simplified into it, and
-    then sorts the whole vocabulary (150 ms instead of 1 ms for eight rows of 49,152).
+    The barriers: XLA for CPU has a fast top-k, but does not recognise it once what follows was simplified into it, and
+    then sorts the whole vocabulary (150 ms instead of 1 ms for eight rows of 49,152). There are two of them because XLA
+    dies of one around both results when it compiles for several devices.
     """
-    values, ids = lax.optimization_barrier(lax.top_k(logits, count))
-    return values, ids
+    vocab = logits.shape[1]
+    values, ids = (lax.optimization_barrier(x) for x in lax.top_k(logits, min(count, vocab)))
+    if axis.size == 1:
+        return values, ids
+    # Devices lie in the order of their ids, so that the first of equal ones stays the first.
+    values, ids = (jnp.concatenate(axis.gather(x), axis=1) for x in (values, ids + axis.first(vocab)))
+    values, places = lax.top_k(values, count)
+    return values, jnp.take_along_axis(ids, places, axis=1)
 
 
 def draw(
@@ -34,19 +45,29 @@ def draw(
     top_p: Float[Array, "rows"],
     min_p: Float[Array, "rows"],
     uniform: Float[Array, "rows"],
+    axis: ModelAxis = ALONE,
 ) -> Int[Array, "rows"]:
     """One token a row: the most likely where the temperature says greedy, else drawn by `uniform` in [0, 1); -1 where
     there is nothing to choose from, because logits are not numbers or none is above minus infinity."""
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    largest = logits.max(axis=-1)
+    best, largest = _best(logits, axis)
     greedy = temperature <= GREEDY_TEMPERATURE
     scale = jnp.where(greedy, 1.0, temperature)
     # The largest becomes 1, so a tiny temperature gives exact zeros elsewhere and no infinity.
     likelihood = jnp.exp((logits - largest[:, None]) / scale[:, None])
-    threshold = jnp.maximum(_threshold(likelihood, top_k, top_p), min_p)
+    threshold = jnp.maximum(_threshold(likelihood, top_k, top_p, axis), min_p)
     kept = jnp.where(likelihood >= threshold[:, None], likelihood, 0.0)
-    token = jnp.where(greedy, best, _inverse_cdf(kept, uniform))
+    token = jnp.where(greedy, best, _inverse_cdf(kept, uniform, axis))
     return jnp.where(jnp.isfinite(largest), token, -1)
+
+
+def _best(logits, axis):
+    """Id and value of each row's largest logit, of equal ones the first."""
+    best, largest = jnp.argmax(logits, axis=-1).astype(jnp.int32), logits.max(axis=-1)
+    if axis.size == 1:
+        return best, largest
+    best, largest = axis.gather(best + axis.first(logits.shape[1])), axis.gather(largest)
+    device = jnp.argmax(largest, axis=0)[None]
+    return jnp.take_along_axis(best, device, axis=0)[0], largest.max(axis=0)
 
 
 def uniforms(keys: UInt[Array, "rows 2"], positions: Int[Array, "rows"]) -> Float[Array, "rows"]:
@@ -85,24 +106,26 @@ def bias(
     values: Float[Array, "rows pairs"],
     suppressed_ids: Int[Array, "rows ids"],
     suppress: Bool[Array, "rows"],
+    axis: ModelAxis = ALONE,
 ) -> Float[Array, "rows vocab"]:
     """Adds logit_bias, and makes the suppressed ids impossible in rows that `suppress`. Unused places hold id =
     vocab."""
-    rows = jnp.arange(logits.shape[0])[:, None]
+    rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
+    ids, suppressed_ids = axis.local(ids, vocab), axis.local(suppressed_ids, vocab)
     logits = logits.at[rows, ids].add(values, mode="drop")
-    out_of_range = jnp.full_like(suppressed_ids, logits.shape[1])
+    out_of_range = jnp.full_like(suppressed_ids, vocab)
     return logits.at[rows, jnp.where(suppress[:, None], suppressed_ids, out_of_range)].set(SUPPRESSED, mode="drop")
 
 
-def _threshold(likelihood, top_k, top_p):
+def _threshold(likelihood, top_k, top_p, axis):
     """The least likelihood that top_k and top_p keep.
 
     Nearly always it follows from the MAX_LOGPROBS most likely tokens. Where it does not, it is searched for by
     bisection on the bits of the (non-negative) floats, which are ordered like the floats.
     """
-    rows, vocab = likelihood.shape
+    rows, vocab = likelihood.shape[0], axis.size * likelihood.shape[1]
     limit = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
-    listed, _ = most_likely(likelihood, min(MAX_LOGPROBS, vocab))
+    listed, _ = most_likely(likelihood, min(MAX_LOGPROBS, vocab), axis)
     size = listed.shape[1]
     in_list = limit <= size
     kth = jnp.take_along_axis(listed, jnp.minimum(limit, size)[:, None] - 1, axis=1)[:, 0]
@@ -121,14 +144,18 @@ def _threshold(likelihood, top_k, top_p):
         return lax.bitcast_convert_type(low, jnp.float32)
 
     def searched_kth():
-        return search(lambda t: (likelihood >= t[:, None]).sum(axis=-1) >= limit)
+        return search(lambda t: axis.sum((likelihood >= t[:, None]).sum(axis=-1)) >= limit)
 
     unlimited = limit >= vocab
     by_k = jnp.where(unlimited, 0.0, jnp.where(in_list, kth, 0.0))
     by_k = lax.cond(
         jnp.any(~in_list & ~unlimited), lambda: jnp.where(in_list | unlimited, by_k, searched_kth()), lambda: by_k
     )
-    goal = top_p * jnp.where(likelihood >= by_k[:, None], likelihood, 0.0).sum(axis=-1)
+
+    def mass_above(threshold):
+        return axis.sum(jnp.where(likelihood >= threshold[:, None], likelihood, 0.0).sum(axis=-1))
+
+    goal = top_p * mass_above(by_k)
     mass = jnp.cumsum(listed, axis=-1)
     reached = mass >= goal[:, None]
     place = jnp.argmax(reached, axis=-1)
@@ -137,18 +164,19 @@ def _threshold(likelihood, top_k, top_p):
     found = reached.any(axis=-1) | ~cut
 
     def searched_mass():
-        return search(lambda t: jnp.where(likelihood >= t[:, None], likelihood, 0.0).sum(axis=-1) >= goal)
+        return search(lambda t: mass_above(t) >= goal)
 
     by_p = lax.cond(jnp.all(found), lambda: by_p, lambda: jnp.where(found, by_p, searched_mass()))
     return jnp.maximum(by_k, jnp.where(cut, by_p, 0.0))
 
 
-def _inverse_cdf(weights, uniform):
-    """Index drawn with probability proportional to `weights` [rows, vocab]: first a block, then a place in it."""
+def _inverse_cdf(weights, uniform, axis):
+    """Index drawn with probability proportional to `weights` [rows, vocab]: first a device, then a block of its part,
+    then a place in that."""
     rows, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
     up_to = jnp.cumsum(blocks.sum(axis=-1), axis=-1)
-    goal = uniform * up_to[:, -1]
+    goal, mine = _own_goal(up_to[:, -1], uniform, axis)
     block = jnp.minimum((up_to <= goal[:, None]).sum(axis=-1), up_to.shape[1] - 1)
     # Rounding may make the goal equal the whole; then the last block that holds anything is meant.
     last = up_to.shape[1] - 1 - jnp.argmax((blocks.sum(axis=-1) > 0)[:, ::-1], axis=-1)
@@ -158,4 +186,19 @@ def _inverse_cdf(weights, uniform):
     candidates = (jnp.cumsum(inside, axis=-1) > (goal - before)[:, None]) & (inside > 0)
     last_inside = _BLOCK - 1 - jnp.argmax((inside > 0)[:, ::-1], axis=-1)
     place = jnp.where(candidates.any(axis=-1), jnp.argmax(candidates, axis=-1), last_inside)
-    return (block * _BLOCK + place).astype(jnp.int32)
+    token = (block * _BLOCK + place).astype(jnp.int32)
+    return token if axis.size == 1 else axis.sum(jnp.where(mine, token + axis.first(vocab), 0))
+
+
+def _own_goal(total, uniform, axis):
+    """Up to where this device's weights [rows], which sum to `total`, have to be added, and whether the draw falls on
+    this device."""
+    if axis.size == 1:
+        return uniform * total, True
+    totals = axis.gather(total)
+    up_to = jnp.cumsum(totals, axis=0)
+    goal = uniform * up_to[-1]
+    last = axis.size - 1 - jnp.argmax((totals > 0)[::-1], axis=0)
+    device = jnp.minimum((up_to <= goal[None]).sum(axis=0), last)
+    before = jnp.where(device > 0, jnp.take_along_axis(up_to, jnp.maximum(device - 1, 0)[None], axis=0)[0], 0.0)
+    return goal - before, device == axis.first(1)

@@ -138,13 +138,11 @@ def modules(config, tensors, dtype=jnp.float32):
     parts |= {f"blocks.{i}.": Block(config, dtype) for i in range(config.depth)}
     for prefix, module in parts.items():
         for path, parameter in nnx.to_flat_state(nnx.state(module)):
-            names, transposed = sources.pop(prefix + ".".join(map(str, path)))
-            unused -= set(names)
-            stacked = np.concatenate([tensors[name] for name in names])
-            stacked = stacked.reshape(len(stacked), -1) if parameter[...].ndim == 2 else stacked
-            stacked = stacked.T if transposed else stacked
-            assert stacked.shape == parameter[...].shape
-            parameter[...] = jnp.asarray(stacked, dtype)
+            name = prefix + ".".join(map(str, path))
+            source = sources.pop(name)
+            unused -= set(source.tensors)
+            array = source.assemble(name, tensors.__getitem__, parameter[...].shape, np.dtype(np.float64))
+            parameter[...] = jnp.asarray(array, dtype)
     assert not sources
     assert not unused
     return tuple(parts.values())

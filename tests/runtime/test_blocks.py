@@ -136,7 +136,7 @@ def test_a_sequence_goes_on_from_blocks_that_were_away(runner):
 def test_the_pool_is_written_in_place_and_temporaries_do_not_grow_with_it(runner):
     kinds = ("read", "write", "compact")
     config = dataclasses.replace(runner.config, num_pages=2 * runner.config.num_pages)
-    larger = Runner(runner._model, runner._weights, config, runner._device)
+    larger = Runner(runner._model, runner._weights, config, runner.mesh)
     twice = compile_all([job for job in larger.jobs() if job.key[0] in kinds])
     assert {key[0] for key in twice} == set(kinds)
     pool = sum(array.nbytes for array in jax.tree.leaves(runner._pool))

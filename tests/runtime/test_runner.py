@@ -33,7 +33,7 @@ def test_the_pool_is_updated_in_place_and_temporaries_do_not_grow_with_it(loaded
     """Alias bytes alone do not see it when XLA converts the whole pool around every scatter (decision 8)."""
     runner = loaded.runner
     config = dataclasses.replace(runner.config, num_pages=2 * runner.config.num_pages)
-    larger = Runner(runner._model, runner._weights, config, runner._device)
+    larger = Runner(runner._model, runner._weights, config, runner.mesh)
     bodies = [("mixed", 16), ("decode", 8)]
     twice = compile_all([job for job in larger.jobs() if job.key in bodies])
     tables = runner._tables.nbytes

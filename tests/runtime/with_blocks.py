@@ -18,7 +18,7 @@ def block_runner(name: str, **changes) -> Runner:
     mixed steps are compiled again."""
     shared = load_tiny(name).runner
     config = dataclasses.replace(shared.config, swap=True, compression=True, **changes)
-    runner = Runner(shared._model, shared._weights, config, shared._device)
+    runner = Runner(shared._model, shared._weights, config, shared.mesh)
     new = [job for job in runner.jobs() if job.key not in shared._executables or (changes and job.key[0] == "mixed")]
     with one_process_at_a_time():
         compat.use_compilation_cache(CACHE)

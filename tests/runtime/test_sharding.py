@@ -1,0 +1,85 @@
+"""The rules, and everything of on_eight_devices.py, which needs a process with eight devices."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from omni_jax.models import abstract_weights, model_config
+from omni_jax.runtime.sharding import RULES, fit, make_mesh, rows_of, sharding_of, spec_of
+from tests import tiny, tiny_vl
+
+FLAGS = "--xla_force_host_platform_device_count=8"
+
+
+@pytest.mark.parametrize("file", ["on_eight_devices.py"])
+def test_on_eight_virtual_devices(file):
+    """The number of devices is fixed when JAX starts: hence another process."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))]
+    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
+
+
+def test_every_parameter_of_every_model_has_a_rule():
+    mesh = make_mesh(jax.devices())
+    configs = [tiny.config(name) for name in tiny.VARIANTS] + [tiny_vl.config(name) for name in tiny_vl.FAMILIES]
+    for config in configs:
+        abstract_weights(model_config(config), np.dtype(np.float32), sharding_of(mesh))
+
+
+def test_a_parameter_without_a_rule_is_an_error():
+    with pytest.raises(KeyError, match="mixer"):
+        spec_of("layers.0.mixer.weight", (8, 8), 2)
+
+
+def test_the_rules_cannot_be_changed():
+    with pytest.raises(TypeError):
+        RULES["embed"] = RULES["hidden"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("devices", "kv_heads", "repeats"), [(1, 2, 1), (2, 2, 1), (4, 4, 2), (8, 8, 4)])
+def test_md_01_kv_heads_are_repeated_where_there_are_more_devices(devices, kv_heads, repeats):
+    model = dataclasses.replace(model_config(tiny.config("llama")), num_attention_heads=8)
+    fitted = fit(model, devices)
+    assert (fitted.num_key_value_heads, fitted.kv_repeats) == (kv_heads, repeats)
+    assert dataclasses.replace(fitted, num_key_value_heads=2, kv_repeats=1) == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "named"),
+    [
+        ({}, 3, "2 KV heads, 8 attention heads, 128 inner columns, 512 tokens of the vocabulary cannot be shared out"),
+        ({}, 16, "16 devices: 8 attention heads cannot be shared out"),
+        ({"vocab_size": 511}, 2, "511 tokens of the vocabulary"),
+        ({"intermediate_size": 100}, 8, "100 inner columns cannot be shared out. Possible .* 1, 2, 4$"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 12}, 2, "3 KV heads"),
+    ],
+)
+def test_md_01_what_does_not_divide_is_refused_with_the_sizes(changes, devices, named):
+    model = dataclasses.replace(model_config(tiny.config("llama")), num_attention_heads=8)
+    with pytest.raises(ValueError, match=named):
+        fit(dataclasses.replace(model, **changes), devices)
+
+
+def test_parts_of_a_tower_that_do_not_divide_are_whole():
+    assert spec_of("blocks.3.attention.qkv.weight", (3, 16, 80, 1280), 8) == RULES["blocks.attention.qkv.weight"]
+    assert spec_of("blocks.3.attention.qkv.weight", (3, 3, 16, 48), 2) == RULES["hidden"]
+    with pytest.raises(ValueError, match=r"layers.3.mlp.down \[64, 100\]: an axis of 100 cannot .* 8 devices"):
+        spec_of("layers.3.mlp.down", (64, 100), 8)
+
+
+def test_meshes_and_their_rows():
+    devices = [f"device {n}" for n in range(8)]
+    mesh = make_mesh(devices, data=2, model=3)
+    assert dict(mesh.shape) == {"data": 2, "model": 3}
+    assert [row.devices.tolist() for row in rows_of(mesh)] == [[devices[:3]], [devices[3:6]]]
+    with pytest.raises(ValueError, match=r"data=3 x model=3 needs 9 devices, and there are 8"):
+        make_mesh(devices, data=3, model=3)
+    with pytest.raises(ValueError, match="at least one"):
+        make_mesh(devices, data=0)
