@@ -59,6 +59,8 @@ class EngineConfig:
         kv_compress_controller: a function of one's own, "package.module:function", in place of the default schedule:
             called with (decode step, decode steps at most), it returns the share of the tokens that may be dropped,
             which kv_compress_ratio caps.
+        attention_backend: what computes attention: "xla", "triton" or "mosaic" kernels; "auto" takes the best that the
+            model and the device support and that pass a test at the start, and XLA where there is none.
         tensor_parallel_size: devices that share the model.
     """
 
@@ -101,6 +103,7 @@ class EngineConfig:
     enable_adaptive_compression: bool = False
     kv_compress_ratio: float = 0.4
     kv_compress_controller: str | None = None
+    attention_backend: str = "auto"
     tensor_parallel_size: int = 1
 
     def __post_init__(self):
@@ -120,6 +123,10 @@ class EngineConfig:
             raise ValueError(f'scheduling_policy must be "fcfs" or "slo", got {self.scheduling_policy!r}')
         if self.scheduling_policy == "slo" and not self.enable_chunked_prefill:
             raise ValueError('scheduling_policy "slo" needs chunked prefill: leave enable_chunked_prefill on')
+        if self.attention_backend not in ("auto", "xla", "triton", "mosaic"):
+            raise ValueError(
+                f'attention_backend must be "auto", "xla", "triton" or "mosaic", got {self.attention_backend!r}'
+            )
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
         self._check_memory()
@@ -177,6 +184,9 @@ class EngineInfo:
         compile_seconds: wall time of compiling all of them.
         cache_hits: how many came from the compilation cache.
         encoder_cache_tokens: features of pictures that the device holds; 0 for a model that reads text only.
+        attention: what computes it: "decode", "mixed" (steps of other rows) and "write" (of keys and values) to an
+            implementation.
+        attention_fallbacks: why some of it is computed by XLA where kernels were to be expected, a sentence each.
     """
 
     model_dir: str
@@ -196,3 +206,5 @@ class EngineInfo:
     compile_seconds: float = 0.0
     cache_hits: int = 0
     encoder_cache_tokens: int = 0
+    attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    attention_fallbacks: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ import numpy as np
 from checkpoints.reader import Checkpoint
 from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
+from omni_jax.engine.kernels import choose_kernels
 from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
@@ -78,7 +79,15 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     generation = checkpoint.generation_config
     eos_token_ids = _eos(generation, checkpoint.config, tokenizer)
     encoder = _encoder(config, vision, device) if vision else None
-    runner_config, num_blocks = _size(config, model, weights, mesh, dtype, eos_token_ids, encoder)
+    kernels, fallbacks = choose_kernels(
+        config.attention_backend,
+        model,
+        device,
+        block_size=_block_size(config, device),
+        dtype=dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
+    runner_config, num_blocks = _size(config, model, weights, mesh, dtype, eos_token_ids, encoder, kernels)
     runner = Runner(model, weights, runner_config, mesh)
 
     compiled, hits, begin = compat.compilations(), compat.cache_hits(), time.perf_counter()
@@ -118,6 +127,8 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         compile_seconds=seconds,
         cache_hits=hits,
         encoder_cache_tokens=_encoder_cache_tokens(config, vision) if vision else 0,
+        attention=dataclasses.asdict(kernels),
+        attention_fallbacks=fallbacks,
     )
     return Loaded(
         info=info,
@@ -154,7 +165,7 @@ def _encoder(config: EngineConfig, vision: VisionInputs, device) -> EncoderConfi
     )
 
 
-def _size(config, model, weights, mesh, dtype, eos_token_ids, encoder) -> tuple[RunnerConfig, int]:
+def _size(config, model, weights, mesh, dtype, eos_token_ids, encoder, kernels) -> tuple[RunnerConfig, int]:
     """Limits of the batch and the number of usable blocks."""
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
@@ -162,7 +173,7 @@ def _size(config, model, weights, mesh, dtype, eos_token_ids, encoder) -> tuple[
     budget = _budget(config, device, max_num_seqs)
     if budget < max_num_seqs:
         raise ValueError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs})")
-    block_size = config.block_size or (32 if on_cpu else 16)
+    block_size = _block_size(config, device)
     wanted = config.max_model_len or model.max_position_embeddings
     if wanted > model.max_position_embeddings:
         raise ValueError(
@@ -186,6 +197,7 @@ def _size(config, model, weights, mesh, dtype, eos_token_ids, encoder) -> tuple[
         kv_cache_dtype=config.kv_cache_dtype,
         swap=config.swap_space > 0 and config.preemption_mode != "recompute",
         compression=config.enable_adaptive_compression,
+        kernels=kernels,
     )
     per_block = block_bytes(model, block_size=block_size, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
     per_block //= mesh.shape[MODEL]  # a device has its KV heads of every block
@@ -215,6 +227,10 @@ def _size(config, model, weights, mesh, dtype, eos_token_ids, encoder) -> tuple[
         max_model_len,
     )
     return dataclasses.replace(sizes, num_pages=num_pages, max_model_len=max_model_len), num_blocks
+
+
+def _block_size(config: EngineConfig, device) -> int:
+    return config.block_size or (32 if device.platform == "cpu" else 16)
 
 
 def _budget(config: EngineConfig, device, max_num_seqs: int) -> int:
