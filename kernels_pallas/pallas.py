@@ -17,14 +17,26 @@ JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 # Why Mosaic GPU kernels cannot be interpreted here, or None if they can: tests skip with this sentence.
 NO_MOSAIC_INTERPRETER = None if JAX >= (0, 11) else f"JAX {jax.__version__} cannot interpret Mosaic GPU, 0.11 can"
 
-__all__ = ["JAX", "NO_MOSAIC_INTERPRETER", "mosaic_gpu", "mosaic_interpret", "mosaic_interpreter", "pl", "triton"]
+# 0.10 cannot store what lies in registers into swizzled shared memory the other way round.
+MOSAIC_STORES_TRANSPOSED = JAX >= (0, 11)
+
+__all__ = [
+    "JAX",
+    "MOSAIC_STORES_TRANSPOSED",
+    "NO_MOSAIC_INTERPRETER",
+    "mosaic_gpu",
+    "mosaic_interpret",
+    "mosaic_interpreter",
+    "pl",
+    "triton",
+]
 
 
 def mosaic_interpret() -> Any:
     """The `interpret` argument of a Mosaic GPU kernel: on a CPU, with races between threads and copies raised."""
     if NO_MOSAIC_INTERPRETER is not None:
         raise NotImplementedError(NO_MOSAIC_INTERPRETER)
-    return mosaic_gpu.InterpretGPUParams(detect_races=True)
+    return mosaic_gpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager

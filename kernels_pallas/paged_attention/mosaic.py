@@ -1,20 +1,19 @@
-"""Paged attention of decode batches in Pallas for Mosaic GPU: Hopper, by TMA and wgmma.
+"""Paged attention of one query a row, for NVIDIA GPUs of the Hopper generation (Pallas, Mosaic GPU: TMA and wgmma).
 
-One program of 128 threads computes one split of one row's context for one KV head. Pages come straight from the pool
-into shared memory, a TMA box each, `num_stages` tiles ahead of the products. The queries of a KV head's group are the
-first of the 64 rows that a wgmma has; the other rows hold whatever shared memory held: rows of a product do not mix,
-and only the group's are written out.
+A program of 128 threads computes one KV head of one row, or one split of it. Pages come from the pool into shared
+memory by TMA, `num_stages` tiles in flight. A wgmma has 64 rows at least, and a group has 16 queries at most: so the
+products are taken the other way round. Tokens are the rows of the scores, [tile, group], and numbers of the head those
+of the result, [head_dim, group]; the group is the narrow side, which wgmma has from 8 on.
 
-Weights go to the second product through shared memory and not through registers, where ptxas before 13.3 is known to
-miscompile it (triton-lang/triton#9433).
+Weights go to the second product through shared memory, as its right operand has to. (As a left operand in registers,
+ptxas before 13.3 is known to miscompile them: triton-lang/triton#9433.)
 
-Splits: each row divides its own tokens, so that a batch of short and long rows is balanced; partial results are
-float32, normalised, with the logarithm (base 2) of their mass, and are merged in float32.
+Reading is what takes the time, and few rows of long contexts would leave most of the GPU idle: so `splits` programs
+share a row. Each row divides its own tokens, so that the work is even whatever the longest context may be. Partial
+results are float32, weighted by their log-sum-exp and merged in XLA.
 """
 
 import functools
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,206 +21,246 @@ from jax import lax
 
 from kernels_pallas import pallas
 from kernels_pallas.paged_attention.pages import QuantPages
-from kernels_pallas.paged_attention.settings import DecodeSettings
-from kernels_pallas.pallas import mosaic_gpu as plgpu
-from kernels_pallas.pallas import pl
+from kernels_pallas.paged_attention.settings import DecodeSettings, mosaic_settings
+from kernels_pallas.paged_attention.triton_common import LOG2_E, MASKED, device_kind
+from kernels_pallas.pallas import mosaic_gpu, pl
 
-QUERY_ROWS = 64  # of one wgmma
-COLUMNS = 64  # of the head that one product, and one copy of the result, covers
-MASKED = -1e30  # finite, so that a split without work merges as exp2(MASKED - top) = 0
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+MOST_GROUP = 16
+COLUMNS = 64  # of a tile of values that are masked at a time
+LEAST_SHARE = 128  # tokens; a program's start and its part of the merge cost as much as reading about that many
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "settings", "interpret"))
-def attention(query, key_pages, value_pages, batch, *, scale, window=None, settings=None, interpret=False):
-    """See `api.paged_attention`; decode batches only.
-
-    Args:
-        settings: tiles, splits and stages; None asks `settings.py`. Its `num_warps` does not apply: a wgmma takes four.
-        interpret: run on a CPU inside `pallas.mosaic_interpreter`, with race detection.
+def attention(
+    query,
+    key_pages,
+    value_pages,
+    batch,
+    *,
+    scale: float,
+    window: int | None = None,
+    settings: DecodeSettings | None = None,
+    interpret: bool = False,
+):
+    """See `api.paged_attention`; decode batches only. `settings` None asks the table of the device (`num_warps` does
+    not count: wgmma takes four). `interpret` runs the kernel within `pallas.mosaic_interpreter`, for tests.
 
     Raises:
-        ValueError: the batch is mixed, or `supported` says no.
+        ValueError: a mixed batch, or shapes or dtypes that the kernel does not support.
     """
     if not batch.decode:
-        raise ValueError("paged_attention: 'mosaic' computes decode batches only, and this one is mixed; use 'triton'")
+        raise ValueError("paged_attention: mosaic computes decode batches only, and this one is mixed: use triton")
+    if (reason := unsupported(query, key_pages, value_pages)) is not None:
+        raise ValueError(f"paged_attention: {reason}")
     rows, heads, head_dim = query.shape
-    kv_heads, page_size = key_pages.shape[1:3]
+    _, kv_heads, page_size, _ = key_pages.shape
     group = heads // kv_heads
-    dtype = key_pages.values.dtype if isinstance(key_pages, QuantPages) else key_pages.dtype
-    if refusal := supported(head_dim=head_dim, page_size=page_size, group=group, dtype=dtype):
-        raise ValueError(f"paged_attention: {refusal}")
-    settings = settings or DecodeSettings(key_tile=64, splits=4, num_warps=4, num_stages=2)
-    # TMA writes whole 8-row pieces of the swizzled tile.
-    group_rows = -(-group // 8) * 8
-    grouped = jnp.pad(query.reshape(rows, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, group_rows - group), (0, 0)))
+    if settings is None:
+        settings = mosaic_settings(
+            device_kind(),
+            rows=rows,
+            kv_heads=kv_heads,
+            group=group,
+            head_dim=head_dim,
+            page_size=page_size,
+            most_tokens=batch.block_tables.shape[1] * page_size,
+            itemsize=query.dtype.itemsize,
+        )
+    splits, tile, stages = settings.splits, settings.key_tile, settings.num_stages
 
-    tile, stages = settings.key_tile, settings.num_stages
-    in_tile = functools.partial(_shared, query.dtype)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, settings=settings, page_size=page_size, scale=scale, window=window),
+    # wgmma wants both operands of a product swizzled alike. With 32 bytes, a tile of weights lies token by token, as it
+    # is computed; TMA and wgmma are better at 128, where it has to lie the other way.
+    transposed = pallas.MOSAIC_STORES_TRANSPOSED
+    group_rows = 8 if group <= 8 and transposed else 16
+    weight_shape = (group_rows, tile) if transposed else (tile, group_rows)
+    swizzle = 128 if transposed else 32
+    boxes = tile // min(tile, page_size)
+    kernel = mosaic_gpu.kernel(
+        functools.partial(_share_kernel, scale=scale * LOG2_E, window=window, splits=splits, transposed=transposed),
         out_type=(
-            jax.ShapeDtypeStruct((settings.splits, rows, kv_heads, group_rows, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((settings.splits, rows, kv_heads, QUERY_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((splits, rows, kv_heads, head_dim, group_rows), jnp.float32),
+            jax.ShapeDtypeStruct((splits, rows, kv_heads, group_rows), jnp.float32),
         ),
-        grid=(rows, kv_heads, settings.splits),
+        grid=(rows, kv_heads, splits),
         grid_names=("row", "head", "split"),
         scratch_types=(
-            in_tile(QUERY_ROWS, head_dim),
-            in_tile(stages, tile, head_dim),
-            in_tile(stages, tile, head_dim),
-            in_tile(QUERY_ROWS, tile),
-            _shared(jnp.float32, QUERY_ROWS, COLUMNS),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=-(-tile // page_size), num_barriers=stages),
-            plgpu.Barrier(num_arrivals=-(-tile // page_size), num_barriers=stages),
+            _swizzled((group_rows, head_dim), query.dtype, 128),
+            _swizzled((stages, tile, head_dim), query.dtype, 128),
+            _swizzled((stages, tile, head_dim), query.dtype, swizzle),
+            _swizzled(weight_shape, query.dtype, swizzle),
+            _swizzled((head_dim, group_rows), jnp.float32, 4 * group_rows),
+            mosaic_gpu.SMEM((group_rows,), jnp.float32),
+            mosaic_gpu.Barrier(),
+            mosaic_gpu.Barrier(num_arrivals=boxes, num_barriers=stages),
+            mosaic_gpu.Barrier(num_arrivals=boxes, num_barriers=stages),
         ),
         interpret=pallas.mosaic_interpret() if interpret else None,
         kernel_name="paged_decode_mosaic",
     )
-    parts, masses = kernel(grouped, key_pages, value_pages, batch.block_tables, batch.kv_len)
-    parts, masses = parts[:, :, :, :group], masses[:, :, :, :group]
-    weights = jnp.exp2(masses - masses.max(0, keepdims=True))
-    weights = weights / weights.sum(0, keepdims=True)
-    return (parts * weights[..., None]).sum(0).reshape(rows, heads, head_dim).astype(query.dtype)
+    queries = query.reshape(rows, kv_heads, group, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, group_rows - group), (0, 0)))
+    averages, logs = kernel(queries, key_pages, value_pages, batch.block_tables, batch.kv_len)
+    averages, logs = averages[..., :group], logs[..., None, :group]
+    weights = jnp.exp2(logs - logs.max(axis=0, keepdims=True))
+    out = (averages * weights).sum(axis=0) / weights.sum(axis=0)
+    return out.swapaxes(2, 3).reshape(rows, heads, head_dim).astype(query.dtype)
 
 
-def supported(*, head_dim: int, page_size: int, group: int, dtype: Any) -> str | None:
-    """None, or a sentence that says what this kernel cannot compute; `dtype` is that of the pages."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"'mosaic' reads bfloat16 and float16 pages, not {jnp.dtype(dtype).name}"
-    if head_dim not in (64, 128):
-        return f"'mosaic' has head sizes 64 and 128, not {head_dim}"
-    if page_size not in (16, 32, 64, 128):
-        return f"'mosaic' has page sizes 16, 32, 64 and 128, not {page_size}"
-    if not 1 <= group <= 16:
-        return f"'mosaic' has groups of 1 to 16 query heads a KV head, not {group}"
+def unsupported(query, key_pages, value_pages) -> str | None:
+    """Why this kernel cannot compute such arrays, and what it can; None if it can. It needs a GPU of the Hopper
+    generation besides (compute capability 9.0).
+
+    Args:
+        query: [tokens, heads, head_dim], an array or a `jax.ShapeDtypeStruct`.
+        key_pages: [num_pages, kv_heads, page_size, head_dim], likewise, quantised or not.
+        value_pages: likewise.
+    """
+    heads, head_dim = query.shape[1:]
+    _, kv_heads, page_size, _ = key_pages.shape
+    if isinstance(key_pages, QuantPages) or isinstance(value_pages, QuantPages):
+        return "int8 pages: the Mosaic kernel reads bfloat16 and float16 only"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries of {query.dtype}: the Mosaic kernel supports bfloat16 and float16"
+    if key_pages.dtype != query.dtype or value_pages.dtype != query.dtype:
+        return f"pages of {key_pages.dtype} and {value_pages.dtype}: the Mosaic kernel supports that of the queries"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}: the Mosaic kernel supports {HEAD_DIMS}"
+    if page_size not in PAGE_SIZES:
+        return f"page_size {page_size}: the Mosaic kernel supports {PAGE_SIZES}"
+    if heads // kv_heads > MOST_GROUP:
+        return f"{heads} heads over {kv_heads} KV heads: the Mosaic kernel supports at most {MOST_GROUP} a KV head"
     return None
 
 
-def _shared(dtype, *shape):
-    """Shared memory for `shape`, its last two axes swizzled as TMA and wgmma want it."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = min(128, shape[-1] * itemsize)
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+def _swizzled(shape, dtype, swizzle):
+    """Shared memory, its last two axes in the order that TMA and wgmma share; `swizzle` is in bytes."""
+    transforms = (
+        mosaic_gpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
+        mosaic_gpu.SwizzleTransform(swizzle),
+    )
+    return mosaic_gpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _kernel(
+def _share_kernel(
     # Global memory.
     query,  # [rows, kv_heads, group_rows, head_dim]
-    keys,  # [num_pages, kv_heads, page_size, head_dim]
-    values,
-    tables,  # [rows, pages_per_row]
-    lengths,  # [rows]
-    out,  # [splits, rows, kv_heads, group_rows, head_dim]
-    masses,  # [splits, rows, kv_heads, QUERY_ROWS]
+    key_pages,  # [num_pages, kv_heads, page_size, head_dim]
+    value_pages,
+    block_tables,  # [rows, pages_per_row]
+    kv_len,  # [rows]
+    averages,  # [splits, rows, kv_heads, head_dim, group_rows]
+    logs,  # [splits, rows, kv_heads, group_rows]
     # Shared memory.
-    query_tile,  # [QUERY_ROWS, head_dim]
+    query_tile,  # [group_rows, head_dim]
     key_tiles,  # [stages, tile, head_dim]
     value_tiles,
-    weight_tile,  # [QUERY_ROWS, tile]
-    out_tile,  # [QUERY_ROWS, COLUMNS]
-    query_ready,
-    keys_ready,  # [stages]
-    values_ready,
+    weight_tile,  # [group_rows, tile] if transposed, [tile, group_rows] if not
+    average_tile,  # [head_dim, group_rows]
+    log_tile,  # [group_rows]
+    query_there,
+    keys_there,  # [stages]
+    values_there,
     *,
-    settings,
-    page_size,
     scale,
     window,
+    splits,
+    transposed,
 ):
+    """A program of grid (row, KV head, split): averages of values, and the log2 of the sum of weights. A split without
+    tokens leaves zeros and MASKED."""
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     stages, tile, head_dim = key_tiles.shape
-    group_rows = query.shape[2]
-    dtype = query_tile.dtype
-    box = min(page_size, tile)  # tokens of one TMA copy, which never crosses a page
+    page_size = key_pages.shape[2]
+    box = min(page_size, tile)  # tokens of one copy, which never crosses a page
+    weight_view = weight_tile.T if transposed else weight_tile
 
-    length = lengths[row]
-    first = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)  # the first visible token
-    context = first // box * box
-    chunk = pl.cdiv(pl.cdiv(length - context, settings.splits), tile) * tile
-    start = context + split * chunk
-    end = jnp.minimum(start + chunk, length)
+    length = kv_len[row]
+    first_seen = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
+    first_box = lax.div(first_seen, box)
+    last_box = lax.div(length - 1, box)
+    share = pl.cdiv(pl.cdiv(length - first_box * box, splits), tile) * tile
+    share = jnp.maximum(share, pl.cdiv(LEAST_SHARE, tile) * tile)
+    start = first_box * box + split * share
+    end = jnp.minimum(start + share, length)
     trips = pl.cdiv(jnp.maximum(end - start, 0), tile)
-    last_box = (length - 1) // box
 
     def fetch(trip):
-        """Starts the copies of a tile. Boxes past the row's end read its last one again, to be masked: the barriers
-        count the same number of arrivals every time."""
+        """Starts the copies of a tile. Boxes behind the last one of the row are copies of that: a barrier counts the
+        same number of copies every time, and what they hold is masked."""
         stage = lax.rem(trip, stages)
         for i in range(tile // box):
-            number = jnp.minimum((start + trip * tile) // box + i, last_box)
-            page = tables[row, number * box // page_size]
-            here, there = pl.ds(number * box % page_size, box), pl.ds(i * box, box)
-            for pages, tiles, ready in ((keys, key_tiles, keys_ready), (values, value_tiles, values_ready)):
-                plgpu.copy_gmem_to_smem(pages.at[page, head, here], tiles.at[stage, there], ready.at[stage])
+            number = jnp.minimum(lax.div(start, box) + trip * (tile // box) + i, last_box)
+            page = block_tables[row, lax.div(number * box, page_size)]
+            source, target = pl.ds(lax.rem(number * box, page_size), box), pl.ds(i * box, box)
+            for pages, tiles, there in ((key_pages, key_tiles, keys_there), (value_pages, value_tiles, values_there)):
+                mosaic_gpu.copy_gmem_to_smem(pages.at[page, head, source], tiles.at[stage, target], there.at[stage])
 
-    for trip in range(stages - 1):
-        pl.when(trip < trips)(functools.partial(fetch, jnp.int32(trip)))
-    plgpu.copy_gmem_to_smem(query.at[row, head], query_tile.at[pl.ds(0, group_rows)], query_ready)
-    plgpu.barrier_wait(query_ready)
+    def seen(first, shape):
+        """Which tokens of the tile that begins at `first` count, along the first axis of `shape`."""
+        token = first + mosaic_gpu.broadcasted_iota(jnp.int32, shape, 0, layout=mosaic_gpu.Layout.WGMMA)
+        return (token >= first_seen) & (token < end)
 
-    def visible(shape, axis, at):
-        """Which tokens of the tile that begins at `at` are visible to the query; `axis` runs over them."""
-        token = at + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-        return (token >= first) & (token < end)
+    def trip(i, state):
+        total, top, mass = state
+        stage, first = lax.rem(i, stages), start + i * tile
 
-    def product(left, right):
-        def of(accumulator):
-            plgpu.wgmma(accumulator, left, right)
-            return accumulator[...]
-
-        return pl.run_scoped(of, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
-
-    def body(trip, state):
-        totals, top, mass = state
-        stage, at = lax.rem(trip, stages), start + trip * tile
-
-        plgpu.barrier_wait(keys_ready.at[stage])
-        scores = product(query_tile, key_tiles.at[stage].T) * (scale * math.log2(math.e))
-        scores = jnp.where(visible(scores.shape, 1, at), scores, MASKED)
-        new_top = jnp.maximum(top, scores.max(axis=1))
+        mosaic_gpu.barrier_wait(keys_there.at[stage])
+        scores = _product(key_tiles.at[stage], query_tile.T) * scale
+        scores = jnp.where(seen(first, scores.shape), scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(axis=0))
         shrink = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-        weight_tile[...] = weights.astype(dtype)
-        plgpu.commit_smem()
-        # All threads have passed the last trip's products: its stage is free.
-        pl.when(trip + stages - 1 < trips)(lambda: fetch(trip + stages - 1))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [1]))
+        mass = mass * shrink + weights.sum(axis=0)
+        weight_view[...] = weights.astype(weight_tile.dtype)
+        mosaic_gpu.commit_smem()
+        # All threads have got here, so the products of the last trip are done with their stage.
+        pl.when(i + stages - 1 < trips)(lambda: fetch(i + stages - 1))
 
-        plgpu.barrier_wait(values_ready.at[stage])
+        mosaic_gpu.barrier_wait(values_there.at[stage])
 
-        @pl.when((at < first) | (at + tile > end))
-        def _():
-            # What is not visible may be NaN, and 0 * NaN would reach the sum.
+        @pl.when((first < first_seen) | (first + tile > end))
+        def mask_values():
+            # Slots that were not written may hold NaN, and a weight of 0 does not keep it out of the sum.
             for column in range(0, head_dim, COLUMNS):
                 part = value_tiles.at[stage, :, pl.ds(column, COLUMNS)]
-                part[...] = jnp.where(visible((tile, COLUMNS), 0, at), part[...], 0)
-            plgpu.commit_smem()
+                part[...] = jnp.where(seen(first, part.shape), part[...], 0)
+            mosaic_gpu.commit_smem()
 
-        mass = mass * shrink + weights.sum(axis=1)
-        totals = tuple(
-            total * lax.broadcast_in_dim(shrink, total.shape, [0])
-            + product(weight_tile, value_tiles.at[stage, :, pl.ds(i * COLUMNS, COLUMNS)])
-            for i, total in enumerate(totals)
-        )
-        return totals, new_top, mass
+        part = _product(value_tiles.at[stage].T, weight_view)
+        return total * lax.broadcast_in_dim(shrink, total.shape, [1]) + part, new_top, mass
 
-    def full(shape, value, layout):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    for i in range(stages - 1):
+        pl.when(i < trips)(functools.partial(fetch, jnp.int32(i)))
+    mosaic_gpu.copy_gmem_to_smem(query.at[row, head], query_tile, query_there)
+    mosaic_gpu.barrier_wait(query_there)
 
-    layout = plgpu.Layout.WGMMA
-    empty = (
-        tuple(full((QUERY_ROWS, COLUMNS), 0, layout) for _ in range(head_dim // COLUMNS)),
-        full((QUERY_ROWS,), MASKED, layout.reduce(1)),
-        full((QUERY_ROWS,), 0, layout.reduce(1)),
-    )
-    totals, top, mass = lax.fori_loop(0, trips, body, empty)
+    total, top, mass = lax.fori_loop(0, trips, trip, _empty_state(average_tile.shape))
+    mass = jnp.where(mass > 0, mass, 1)
+    average_tile[...] = total / lax.broadcast_in_dim(mass, total.shape, [1])
+    log_tile[...] = top + jnp.log2(mass)
+    mosaic_gpu.commit_smem()
+    mosaic_gpu.copy_smem_to_gmem(average_tile, averages.at[split, row, head])
+    mosaic_gpu.copy_smem_to_gmem(log_tile, logs.at[split, row, head])
+    mosaic_gpu.wait_smem_to_gmem(0)
 
-    mass = jnp.where(mass > 0, mass, 1)  # of a split without work: its total is 0 and its top is MASKED
-    masses[split, row, head] = top + jnp.log2(mass)
-    for i, total in enumerate(totals):
-        out_tile[...] = total / lax.broadcast_in_dim(mass, total.shape, [0])
-        plgpu.commit_smem()
-        there = out.at[split, row, head, :, pl.ds(i * COLUMNS, COLUMNS)]
-        plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(0, group_rows)], there)
-        plgpu.wait_smem_to_gmem(0)
+
+def _product(left, right):
+    """left [m, k] @ right [k, n] of two references to shared memory, in float32."""
+
+    def of(accumulator):
+        mosaic_gpu.wgmma(accumulator, left, right)
+        return accumulator[...]
+
+    return pl.run_scoped(of, mosaic_gpu.WGMMAAccumulatorRef((left.shape[0], right.shape[1])))
+
+
+def _empty_state(shape):
+    """Sum of values [head_dim, group_rows], largest score [group_rows] and sum of weights [group_rows]."""
+    layout = mosaic_gpu.Layout.WGMMA
+
+    def full(shape, number, layout):
+        return mosaic_gpu.layout_cast(jnp.full(shape, number, jnp.float32), layout)
+
+    return full(shape, 0, layout), full(shape[1:], MASKED, layout.reduce(0)), full(shape[1:], 0, layout.reduce(0))
