@@ -7,14 +7,18 @@
 # make bench-vision  pictures: preprocessing and vision tower beside transformers, gaps in a stream of text
 # make bench-memory  shared prefix, more sequences than the KV cache holds, used slots (BENCH="--model tiny ..." for flags)
 # make newest    a smoke part of the tests with another Python (NEWEST=python3.12) and the newest JAX it gets
+# make gpu-proof compile the GPU kernels and steps for A100, H100 and H200 with no GPU, and check what came (PROOF="--only
+#                triton ..." for flags); gpu-proof-full: the wide matrix; gpu-proof-oldest: a few with PYTHON and its JAX
 
 PYTHON ?= python3
 NEWEST ?= python3.12
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+PROVER := $(shell $(NEWEST) -c "" 2>/dev/null && echo $(NEWEST) || echo $(PYTHON))
 
-.PHONY: demo test soak lint goldens goldens-check bench-cpu bench-vision bench-memory newest clean
+.PHONY: demo test soak lint goldens goldens-check bench-cpu bench-vision bench-memory newest gpu-proof gpu-proof-full \
+	gpu-proof-oldest clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m serving.demo
@@ -53,8 +57,18 @@ newest: .venv-newest/.installed
 	.venv-newest/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'with JAX', jax.__version__)"
 	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels_pallas tests/models tests/runtime tests/engine
 
+gpu-proof: .venv-gpu-proof/.installed
+	.venv-gpu-proof/bin/python -m benchmarks.gpu_proof --skip-unavailable $(PROOF)
+
+gpu-proof-full: .venv-gpu-proof/.installed
+	.venv-gpu-proof/bin/python -m benchmarks.gpu_proof --skip-unavailable --full $(PROOF)
+
+gpu-proof-oldest: .venv-gpu-proof-oldest/.installed
+	.venv-gpu-proof-oldest/bin/python -m benchmarks.gpu_proof --skip-unavailable \
+		--only '^triton.*/h100/d(64|128)-p16-g7-bfloat16$$'
+
 clean:
-	rm -rf .venv .venv-goldens .venv-newest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-goldens .venv-newest .venv-gpu-proof .venv-gpu-proof-oldest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -86,3 +100,20 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed-test
 	.venv-newest/bin/python -m pip install -q --upgrade pip
 	.venv-newest/bin/python -m pip install -q -e ".[test]"
 	touch $@
+
+.venv-gpu-proof/.installed: pyproject.toml
+	$(call prover,$(PROVER))
+
+.venv-gpu-proof-oldest/.installed: pyproject.toml
+	$(call prover,$(PYTHON))
+
+# Without dependencies: cuDNN, cuBLAS and NCCL (2 GB) are there to run programs, and nothing is run. The plugin must have
+# JAX's own version. Where the wheels cannot be had the proofs say so and are skipped, and the next make tries again.
+define prover
+$(1) -m venv $(@D)
+$(@D)/bin/python -m pip install -q --upgrade pip
+$(@D)/bin/python -m pip install -q -e .
+version=$$($(@D)/bin/python -c "import jax; print(jax.__version__)"); \
+$(@D)/bin/python -m pip install -q --no-deps nvidia-cuda-nvcc-cu12 \
+	jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version && touch $@ || true
+endef

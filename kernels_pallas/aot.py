@@ -215,6 +215,18 @@ def compile_for(
         return lowered.compile(compiler_options=options)
 
 
+def lower_for(target: str, function: Callable, arguments: tuple[Any, ...]) -> Any:
+    """Lowers a function for one GPU of a target: what JAX itself checks of a kernel, and all that can be checked without
+    the plugin. What the compilers after it (Triton's, LLVM, the assembler) say of it, `compile_for` shows.
+
+    Returns:
+        The jax.stages.Lowered.
+    """
+    device = jax.sharding.AbstractDevice(device_kind=device_kind(target), platform="gpu", num_cores=1)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
 def resources(dump: Path, pattern: str = "") -> dict[str, Resources]:
     """Kernels of a program that `compile_for` wrote to `dump`, XLA's own included, by name.
 
