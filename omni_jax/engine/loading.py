@@ -23,6 +23,7 @@ from omni_jax.memory import EncoderCache
 from omni_jax.models import ModelConfig, VisionConfig, Weights, load_weights, model_config
 from omni_jax.models.axis import MODEL
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
+from omni_jax.runtime.executables import Job, compile_all
 from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, sharding_of
 from omni_jax.runtime.state import block_bytes, round_pages
 from omni_jax.scheduling import default_buckets, patch_buckets
@@ -246,19 +247,43 @@ def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, siz
         return min(2 * GIB, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
     limit = device.memory_stats()["bytes_limit"]
     total = int(limit / config.gpu_memory_utilization)  # the allocator was given that share before JAX was imported
-    probe = Runner(model, weights, dataclasses.replace(sizes, num_pages=16), mesh)
-    analysis = probe.jobs()[0].lower().compile().memory_analysis()
-    temporaries = analysis.temp_size_in_bytes if analysis is not None else 0
-    features = 0 if probe.encoder is None else bytes_per_device(probe.encoder.abstract_features)
-    held = bytes_per_device(weights.arrays)
-    left = limit - held - temporaries - features
+    runner = Runner(model, weights, dataclasses.replace(sizes, num_pages=16), mesh)
+    needs = {"weights": bytes_per_device(weights.arrays)} | _needs(runner)
+    left = limit - sum(needs.values())
     if left <= 0:
+        listed = ", ".join(f"{name} {size:,}" for name, size in needs.items())
         raise ValueError(
             f"no room for a KV cache: the device has {total:,} bytes, {config.gpu_memory_utilization} of which are "
-            f"{limit:,}; weights take {held:,}, features of pictures {features:,} and temporaries "
-            f"{temporaries:,}"
+            f"{limit:,}; there go {listed}"
         )
     return left
+
+
+def _needs(runner: Runner) -> dict[str, int]:
+    """Bytes of a device that an engine takes besides its weights and its cache.
+
+    What programs take for themselves does not depend on the pages there are. Only the largest of each kind are
+    compiled; those that do not touch the cache need not be compiled again, as the compilation cache has them then.
+    """
+    jobs = runner.jobs()
+    largest: dict[tuple[str, ...], tuple[int, Job]] = {}
+    for job in jobs:
+        kind = tuple(part for part in job.key if isinstance(part, str))
+        size = max((part for part in job.key if isinstance(part, int)), default=0)
+        if kind not in largest or size > largest[kind][0]:
+            largest[kind] = size, job
+    programs = compile_all([job for _, job in largest.values()])
+    analyses = [program.compiled.memory_analysis() for program in programs.values()]
+    state = [job.arguments[i] for job in jobs if job.key in (("admit",), ("history",)) for i in job.donate]
+    needs = {
+        "state of sequences": bytes_per_device(state),
+        "temporaries of a step": max(each.temp_size_in_bytes for each in analyses),
+        # Those of the step that is read and of the one that is computed; what is donated is no new memory.
+        "results of two steps": 2 * max(each.output_size_in_bytes - each.alias_size_in_bytes for each in analyses),
+    }
+    if runner.encoder is not None:
+        needs["features of pictures"] = bytes_per_device(runner.encoder.abstract_features)
+    return needs
 
 
 def _dtype(asked: str, stored: str) -> np.dtype:

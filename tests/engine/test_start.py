@@ -1,5 +1,8 @@
 """What a start makes of settings and memory, and that a second one finds everything in the compilation cache."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -177,3 +180,34 @@ def test_progress_names_each_tensor_and_ends_at_the_total(dry):
     load = [call for call in calls if call[0] == "load"]
     assert [done for _, done, _, _ in load] == sorted(done for _, done, _, _ in load)
     assert {total for _, _, total, _ in load} == {load[-1][1]}
+
+
+def test_what_an_engine_needs_besides_weights_and_cache(main):
+    """On a GPU the cache gets what this leaves: more than any program takes must be left out, not only the largest
+    body's."""
+    runner = main.runner
+    with one_process_at_a_time():
+        needs = loading._needs(runner)
+    for executable in runner._executables.values():
+        found = executable.compiled.memory_analysis()
+        assert needs["temporaries of a step"] >= found.temp_size_in_bytes, executable.key
+        assert needs["results of two steps"] >= 2 * (found.output_size_in_bytes - found.alias_size_in_bytes)
+    held = jax.tree.leaves((runner._slots, runner._tables, runner._history))
+    assert needs["state of sequences"] == sum(array.nbytes for array in held)
+
+
+def test_the_largest_of_each_kind_is_reckoned_with(main, monkeypatch):
+    compiled = []
+
+    def compile_all(jobs):
+        compiled.extend(job.key for job in jobs)
+        return {("head", 8, "full"): main.runner._executables["head", 8, "full"]}
+
+    monkeypatch.setattr(loading, "compile_all", compile_all)
+    runner = main.runner
+    config = dataclasses.replace(runner.config, swap=True, compression=True)
+    loading._needs(Runner(runner._model, runner._weights, config, runner.mesh))
+    heads = [("head", 8, variant) for variant in ("greedy", "sample", "full")]
+    copies = [("read", 16), ("write", 16), ("compact", runner.shapes.pages_per_row)]
+    bodies = [("mixed", 64), ("decode", 8), ("score", 64)]
+    assert sorted(compiled) == sorted([*bodies, *heads, ("admit",), ("history",), *copies])
