@@ -1,8 +1,9 @@
-"""Hugging Face model directories: verified as a whole, then read tensor by tensor from memory-mapped files.
+"""Model directories in Hugging Face layout: verified as a whole, then read tensor by tensor from memory-mapped files,
+or from Orbax (checkpoints/orbax.py), which `omni-jax convert --orbax` puts in their place.
 
 Which files count: `model.safetensors.index.json` if it is there, and then the files it names and nothing else, each
-tensor from the file the index assigns it to; otherwise `model.safetensors`. Other *.safetensors files (a quantised
-copy, an adapter) are never read by pattern.
+tensor from the file the index assigns it to; otherwise `model.safetensors`; otherwise the folder `orbax`. Other
+*.safetensors files (a quantised copy, an adapter) are never read by pattern.
 
 Which paths count: names in the index are relative, without `..`, and no file may lie outside the directory, links
 resolved. The one exception is the Hugging Face cache, where a directory `<repo>/snapshots/<revision>` holds links into
@@ -20,12 +21,13 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.orbax import FOLDER, OrbaxWeights
 from checkpoints.safetensors_header import TensorInfo, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-__all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "check", "faults", "verify"]
+__all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "check", "faults", "locate", "verify"]
 
 
 class Checkpoint:
@@ -56,16 +58,20 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = found["tensors"]
         self.ignored: tuple[str, ...] = tuple(found["ignored"])
         self.nbytes = sum(info.nbytes for info in self.tensors.values())
+        self._orbax: OrbaxWeights | None = found["orbax"]
         self._maps: dict[Path, mmap.mmap] = {}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as a read-only view of its memory-mapped file: nothing is copied, and pages are read when touched.
+        From Orbax it is read at once.
 
         Raises:
             KeyError: no such tensor.
-            CheckpointError: the file has become shorter since it was verified.
+            CheckpointError: the file has become shorter since it was verified, or Orbax's cannot be read.
         """
         info = self.tensors[name]
+        if self._orbax is not None:
+            return self._orbax.read(name)
         if not info.nbytes:
             return np.empty(info.shape, info.dtype)
         if info.file not in self._maps:
@@ -124,7 +130,7 @@ def _inspect(directory: Path) -> tuple[dict, list[str]]:
         listing = sorted(os.listdir(directory))
     except (OSError, ValueError) as error:
         return {}, [_no_directory(directory, error)]
-    found: dict = {"generation_config.json": {}, "tensors": {}, "ignored": []}
+    found: dict = {"generation_config.json": {}, "tensors": {}, "ignored": [], "orbax": None}
     faults: list[str] = []
     if "config.json" not in listing and not any(name.endswith((".safetensors", ".json")) for name in listing):
         return {}, [f"it is no model directory: config.json, tokenizer.json and {SINGLE} or {INDEX} were expected, "
@@ -141,8 +147,13 @@ def _inspect(directory: Path) -> tuple[dict, list[str]]:
             found["tensors"], found["ignored"] = _indexed(directory, listing)
         elif SINGLE in listing:
             found["tensors"], found["ignored"] = _single(directory, listing)
+        elif FOLDER in listing:
+            found["orbax"] = OrbaxWeights(directory / FOLDER)
+            found["tensors"] = found["orbax"].tensors
         else:
-            faults.append(f"there is neither {SINGLE} nor {INDEX}; it holds {_some(listing)}")
+            faults.append(f"there is neither {SINGLE} nor {INDEX} nor {FOLDER}/; it holds {_some(listing)}")
+        if FOLDER in listing and found["orbax"] is None:
+            faults.append(f"it has safetensors and {FOLDER}/, and nothing says which are meant: move one of them away")
     except CheckpointError as error:
         faults += error.faults
     else:
@@ -168,7 +179,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def _locate(directory: Path, name: str) -> Path:
+def locate(directory: Path, name: str) -> Path:
     """The real path of a file named by untrusted text, by the rule at the top of this file.
 
     Raises:
@@ -193,7 +204,7 @@ def _locate(directory: Path, name: str) -> Path:
 
 
 def _json_object(directory: Path, name: str) -> dict:
-    file = _locate(directory, name)
+    file = locate(directory, name)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -204,13 +215,13 @@ def _json_object(directory: Path, name: str) -> dict:
 
 
 def _single(directory: Path, listing: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:
-    tensors, ignored, faults = read_header(_locate(directory, SINGLE), SINGLE), [], []
+    tensors, ignored, faults = read_header(locate(directory, SINGLE), SINGLE), [], []
     for name in listing:
         if not name.endswith(".safetensors") or name == SINGLE:
             continue
         ignored.append(name)
         try:
-            both = tensors.keys() & read_header(_locate(directory, name), name).keys()
+            both = tensors.keys() & read_header(locate(directory, name), name).keys()
         except CheckpointError:
             continue  # it is not read, so it may be anything
         if both:
@@ -234,7 +245,7 @@ def _indexed(directory: Path, listing: list[str]) -> tuple[dict[str, TensorInfo]
     ignored = [name for name in listing if name.endswith(".safetensors") and name not in by_file]
     for file, names in sorted(by_file.items()):
         try:
-            held = read_header(_locate(directory, file), file)
+            held = read_header(locate(directory, file), file)
         except CheckpointError as error:
             named = f"{INDEX} expects {len(names)} tensors in it: {_some(sorted(names)[:3])}"
             faults += [f"{fault} ({named})" for fault in error.faults]

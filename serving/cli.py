@@ -27,6 +27,7 @@ from serving.cli_options import (
 )
 from serving.cli_serve import serve
 from serving.cli_support import FAILURE, engine_config, expected_faults, fail, log_to_stderr, memory_options
+from serving.convert_cli import add_convert
 from serving.kv_study_cli import add_kv_study
 from serving.plan_cli import add_plan
 
@@ -153,24 +154,7 @@ def generate(
     print(json.dumps({"prompt": prompt, "text": "".join(pieces)}, ensure_ascii=False) if as_json else "")
 
 
-@app.command(epilog="Example: omni-jax convert SmolLM2-135M-Instruct.Q8_0.gguf ~/models/SmolLM2-135M-Instruct")
-def convert(
-    source: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="A Llama or Qwen2 model in GGUF.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="The Hugging Face directory to write.")],
-    dtype: Annotated[
-        str, typer.Option(help="Of the written weights: float32 is exact, bfloat16 takes half the room.")
-    ] = "float32",
-) -> None:
-    """Turn a GGUF file into a Hugging Face directory, which the engine reads."""
-    from checkpoints.gguf_convert import convert_gguf
-    from serving.progress import progress_bar
-
-    try:
-        with progress_bar(f"converting {source.name}") as progress:
-            convert_gguf(source, out, dtype=dtype, progress=progress)
-    except expected_faults() as error:
-        fail(str(error))
-    print(f"wrote {out}")
+add_convert(app)
 
 
 @app.command(epilog="Example: omni-jax check ~/models/SmolLM2-135M-Instruct")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from serving.cli_options import AsJson, BlockSize, Dtype, GpuMemoryUtilization, KvCacheType, MaxModelLen, MaxPixels
+from serving.mesh_option import parse_mesh
 
 DOES_NOT_FIT = 3
 
@@ -123,10 +124,7 @@ def _axes(mesh: str | None, model: int | None, data: int | None, num: int) -> tu
     if mesh is not None:
         if model is not None or data is not None:
             raise ValueError("--mesh says it all: leave out --tensor-parallel-size and --data-parallel-size")
-        parts = {name: size for name, _, size in (part.strip().partition("=") for part in mesh.split(","))}
-        if not parts.keys() <= {"data", "model"} or not all(size.isdigit() and int(size) for size in parts.values()):
-            raise ValueError(f"--mesh must be like data=2,model=4, got {mesh!r}")
-        return int(parts.get("data", 1)), int(parts.get("model", 1))
+        return parse_mesh(mesh)
     if model is None and data is None:
         return None, None
     if model is None:

@@ -1,0 +1,161 @@
+"""From a Hugging Face directory to one with Orbax weights, and back. Tensors keep names, dtypes and bits; all other
+files of the model travel along.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.orbax import FOLDER, save_part
+from checkpoints.reader import INDEX, SINGLE, Checkpoint, locate
+from checkpoints.safetensors_header import DTYPES
+
+Progress = Callable[[str, int, int], None]  # what was written last, bytes done, bytes in all
+
+PART_BYTES = 512 << 20  # of tensors in a part: a conversion needs a few times that in memory
+SHARD_BYTES = 5 * 10**9  # of a safetensors file, as Hugging Face cuts them
+# What holds weights, and does not travel.
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+# Matrices whose inputs the devices of a mesh share out: their second axis. Of all others it is the first.
+SPLIT_INPUTS = ("o_proj.weight", "down_proj.weight", "attn.proj.weight", "mlp.fc2.weight", "merger.mlp.2.weight")
+
+
+def to_orbax(source: Path | str, out: Path | str, *, devices: int = 1, progress: Progress | None = None) -> Path:
+    """Writes a model directory with Orbax weights.
+
+    Args:
+        source: a model directory of any kind the engine reads.
+        out: the directory to make; it appears only when it is complete.
+        devices: of the mesh's model axis that chunks are made for; any mesh can read them. There must be as many JAX
+            devices on the CPU.
+        progress: called with (tensor name, bytes written, bytes in all) after each part.
+
+    Returns:
+        out.
+
+    Raises:
+        CheckpointError: the source cannot be loaded, or has tensors without values.
+        FileExistsError: out is there already and is not an empty directory.
+        ValueError: there are fewer devices.
+    """
+    checkpoint = Checkpoint(source)
+    if empty := [name for name, info in checkpoint.tensors.items() if not info.nbytes]:
+        raise CheckpointError([f"tensor {name!r} has no values, and Orbax saves no such arrays" for name in empty])
+    place = _placer(devices)
+    with _appearing(Path(out)) as partial:
+        _copy_files(checkpoint.directory, partial)
+        done = 0
+        for number, names in enumerate(_groups(checkpoint, PART_BYTES)):
+            arrays = {name: place(name, checkpoint.read(name)) for name in names}
+            save_part(partial / FOLDER, number, arrays)
+            done += sum(checkpoint.tensors[name].nbytes for name in names)
+            if progress is not None:
+                progress(names[-1], done, checkpoint.nbytes)
+    return Path(out)
+
+
+def to_safetensors(source: Path | str, out: Path | str, *, progress: Progress | None = None) -> Path:
+    """Writes a model directory with safetensors weights: one file, or files of up to SHARD_BYTES and an index.
+
+    Args, returns and errors: as `to_orbax`.
+    """
+    checkpoint = Checkpoint(source)
+    with _appearing(Path(out)) as partial:
+        _copy_files(checkpoint.directory, partial)
+        groups = list(_groups(checkpoint, SHARD_BYTES))
+        files = [SINGLE]
+        if len(groups) > 1:
+            files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+            places = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+            index = {"metadata": {"total_size": checkpoint.nbytes}, "weight_map": dict(sorted(places.items()))}
+            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        done = 0
+        for file, names in zip(files, groups, strict=True):
+            for name, nbytes in _write_safetensors(partial / file, checkpoint, names):
+                done += nbytes
+                if progress is not None:
+                    progress(name, done, checkpoint.nbytes)
+    return Path(out)
+
+
+@contextlib.contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` when all went well and is removed when it did not. What a killed
+    process leaves has another name, so it is never taken for a model."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise FileExistsError(f"{out} is there already; name a directory that does not exist, or remove it first")
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """All regular files of the directory but hidden ones and weights: config, tokenizer, generation, templates, …"""
+    for name in sorted(os.listdir(source)):
+        if not name.startswith(".") and not name.endswith(WEIGHTS) and not (source / name).is_dir():
+            shutil.copyfile(locate(source, name), target / name)
+
+
+def _groups(checkpoint: Checkpoint, most: int) -> Iterator[list[str]]:
+    """Names of tensors that together have at most so many bytes, or one that alone has more; in the order of
+    reading."""
+    group, held = [], 0
+    for name, info in checkpoint.tensors.items():
+        if group and held + info.nbytes > most:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += info.nbytes
+    yield group
+
+
+def _placer(devices: int) -> Callable[[str, np.ndarray], Any]:
+    """Puts an array on the devices that are to share it out; what does not divide, and 64 bits, stay on the host."""
+    if devices == 1:
+        return lambda name, array: array
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    found = jax.devices("cpu")
+    if len(found) < devices:
+        raise ValueError(f"chunks for {devices} devices need as many JAX devices on the CPU, there are {len(found)}")
+    mesh = Mesh(np.asarray(found[:devices]), ("model",))
+
+    def place(name: str, array: np.ndarray) -> Any:
+        axis = 1 if name.endswith(SPLIT_INPUTS) else 0
+        if array.ndim < 2 or array.shape[axis] % devices or jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+            return array
+        spec = PartitionSpec(*(None,) * axis, "model")
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    return place
+
+
+def _write_safetensors(file: Path, checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Writes a file (layout: safetensors_header.py), a tensor at a time; yields (tensor name, its bytes)."""
+    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        info = checkpoint.tensors[name]
+        begin, end = end, end + info.nbytes
+        header[name] = {"dtype": kinds[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            array = np.ascontiguousarray(checkpoint.read(name))
+            yield name, stream.write(array.reshape(-1).view(np.uint8).data)
