@@ -152,17 +152,17 @@ def program(kernel: str, case: Case):
             (0, 1),
         )
     decode = operation == "decode"
-    batch = PagedBatch(
-        query_start=array((ROWS + 1,), jnp.int32),
-        kv_len=array((ROWS,), jnp.int32),
-        block_tables=array((ROWS, CONTEXT // case.page_size), jnp.int32),
-        decode=decode,
-    )
+
+    def attention(query, keys, values, query_start, kv_len, block_tables):
+        batch = PagedBatch(query_start=query_start, kv_len=kv_len, block_tables=block_tables, decode=decode)
+        scale = case.head_dim**-0.5
+        return paged_attention(
+            query, keys, values, batch, scale=scale, window=case.window, implementation=implementation
+        )
+
     query = array((ROWS if decode else TOKENS, KV_HEADS * case.group, case.head_dim), case.dtype)
-    function = functools.partial(
-        paged_attention, scale=case.head_dim**-0.5, window=case.window, implementation=implementation
-    )
-    return function, (query, pages, pages, batch), ()
+    rows = (array((ROWS + 1,), jnp.int32), array((ROWS,), jnp.int32))
+    return attention, (query, pages, pages, *rows, array((ROWS, CONTEXT // case.page_size), jnp.int32)), ()
 
 
 def _write_faults(compiled, case: Case) -> tuple[str, ...]:

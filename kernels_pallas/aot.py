@@ -85,7 +85,8 @@ class Collective:
 
     Attributes:
         kind: one of COLLECTIVES.
-        results: (dtype, shape) of what each device has afterwards, such as ("bf16", (8, 896)).
+        results: (dtype, shape) of what each device has afterwards, such as ("bf16", (8, 896)); of one that runs beside
+            other things what it begins with stands there too, but for all-reduces.
     """
 
     kind: str
@@ -165,6 +166,7 @@ def mesh(
         ToolMissing: see `available`.
         ValueError: no such target, or the shape has another number of devices.
     """
+    target_config(target)
     shape = shape or (1,) * (len(axes) - 1) + (devices,)
     if len(shape) != len(axes) or np.prod(shape) != devices:
         raise ValueError(f"{devices} devices do not make a mesh {axes} of shape {shape}")
@@ -216,8 +218,8 @@ def compile_for(
 
 
 def lower_for(target: str, function: Callable, arguments: tuple[Any, ...]) -> Any:
-    """Lowers a function for one GPU of a target: what JAX itself checks of a kernel, and all that can be checked without
-    the plugin. What the compilers after it (Triton's, LLVM, the assembler) say of it, `compile_for` shows.
+    """Lowers a function for one GPU of a target: what JAX itself checks of a kernel, and all that can be checked
+    without the plugin. What the compilers after it (Triton's, LLVM, the assembler) say of it, `compile_for` shows.
 
     Returns:
         The jax.stages.Lowered.
@@ -351,7 +353,7 @@ def count_ptx(body: str) -> Counter[str]:
 def count_copies(hlo: str, shape: tuple[int, ...]) -> int:
     """See `copies_of`."""
     dimensions = ",".join(map(str, shape))
-    return len(re.findall(rf"= \w+\[{dimensions}\]\S* (?:copy|copy-start|transpose|convert)\(", hlo))
+    return len(re.findall(rf"= \(?\w+\[{dimensions}\][^=]*? (?:copy|copy-start|transpose|convert)\(", hlo))
 
 
 def parse_collectives(hlo: str) -> list[Collective]:
