@@ -1,0 +1,84 @@
+"""How benchmarks.gpu_check measures.
+
+A kernel is called many times in one compiled loop, each call on the result of the one before, so that a single dispatch
+keeps the device busy for about LOOP_SECONDS: what is measured is the kernel, with the small ones that feed it, and not
+the host. Each figure is the median of ROUNDS such loops; what is compared with each other is run in turn, a round of
+each after a round of each, so that a clock that changes meanwhile changes all of them.
+"""
+
+import concurrent.futures
+import importlib.metadata
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from omni_jax import compat
+
+LOOP_SECONDS = 0.03
+ROUNDS = 5
+MOST_CALLS = 2000  # in a loop
+Item = TypeVar("Item")
+
+
+def describe_device() -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "python": sys.version.split()[0],
+        },
+    }
+
+
+def keep_programs(scratch: Path) -> None:
+    """Compiled programs go to `scratch`, where later sections find them."""
+    compat.use_compilation_cache(scratch / "xla")
+
+
+def calls_for(floor_seconds: float, *, dry_run: bool) -> int:
+    """How many calls a loop should have, when none can take less than `floor_seconds`."""
+    return 2 if dry_run else max(4, min(MOST_CALLS, int(LOOP_SECONDS / max(floor_seconds, 1e-9))))
+
+
+def loop(step: Callable[[jax.Array, Any], Any], count: int) -> Callable:
+    """(state, *rest) -> state after `count` times `step(i, state, *rest)`. The trip count is known to the compiler, so
+    that the device does not wait for the host between the trips."""
+
+    def run(state, *rest):
+        return lax.fori_loop(0, count, lambda i, state: step(i, state, *rest), state)
+
+    return run
+
+
+def compile_each(jobs: Iterable[tuple[Item, Callable[[], Any]]]) -> Iterable[tuple[Item, Any]]:
+    """(item, what its function returned, or the exception it raised), in the order of the jobs. XLA leaves Python's
+    lock, so several compile at once."""
+    jobs = list(jobs)
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(function) for _, function in jobs]
+        for (item, _), future in zip(jobs, futures, strict=True):
+            error = future.exception()
+            yield item, future.result() if error is None else error
+
+
+def in_turn(calls: Mapping[Item, Callable[[], Any]], *, rounds: int = ROUNDS) -> dict[Item, float]:
+    """Median seconds of each call, which is waited for. One round comes first that does not count."""
+    seconds: dict[Item, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(each) for name, each in seconds.items()}
