@@ -64,7 +64,7 @@ def index_tile(rows, columns):
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
 
 
-def attend(state, query, key_pages, value_pages, head, page, offset, *, scale, seen=None, visible=None):
+def attend(state, query, key_pages, value_pages, head, page, offset, *, scale, seen, visible):
     """One step of the online softmax, over a tile of keys.
 
     Args:
@@ -76,27 +76,23 @@ def attend(state, query, key_pages, value_pages, head, page, offset, *, scale, s
         page: of each token of the tile, [tile].
         offset: of each token within its page, [tile].
         scale: of the scores, times `LOG2_E`.
-        seen: [tile]; the other tokens are not read: what lies there may be NaN. None: all are.
-        visible: [rows, tile] or [1, tile]; scores of the other pairs do not count. None: all do.
+        seen: [tile]; the other tokens are not read: what lies there may be NaN.
+        visible: [rows, tile] or [1, tile]; scores of the other pairs do not count.
     """
     total, top, mass = state
-    keys, key_scales = _load(key_pages, head, page, offset, seen, query.dtype)
-    scores = _dot(query, keys, trans_b=True) * scale
-    if key_scales is not None:
+    keys, key_scales = _load(key_pages, head, page, offset, seen)
+    scores = _dot(query, keys.astype(query.dtype), trans_b=True) * scale
+    if key_scales is not None:  # int8 is exact in any dtype, and there are fewer scores than numbers
         scores = scores * key_scales[None, :]
-    if visible is not None:
-        scores = jnp.where(visible, scores, MASKED)
+    scores = jnp.where(visible, scores, MASKED)
     new_top = jnp.maximum(top, scores.max(axis=1))
     shrink = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores - new_top[:, None])
-    mass = mass * shrink + weights.sum(axis=1)
-    # Weights times scales may be too small for float16, and int8 is exact in bfloat16.
-    values_dtype = jnp.bfloat16 if isinstance(value_pages, QuantPages) and query.dtype == jnp.float16 else query.dtype
-    values, value_scales = _load(value_pages, head, page, offset, seen, values_dtype)
-    if value_scales is not None:
-        weights = weights * value_scales[None, :]
-    total = total * shrink[:, None] + _dot(weights.astype(values.dtype), values)
-    return total, new_top, mass
+    values, value_scales = _load(value_pages, head, page, offset, seen)
+    if value_scales is not None:  # weights times scales would be too small for float16
+        values = values.astype(jnp.float32) * value_scales[:, None]
+    total = total * shrink[:, None] + _dot(weights.astype(query.dtype), values.astype(query.dtype))
+    return total, new_top, mass * shrink + weights.sum(axis=1)
 
 
 def empty_state(rows: int, head_dim: int):
@@ -108,21 +104,16 @@ def empty_state(rows: int, head_dim: int):
     )
 
 
-def _load(pages, head, page, offset, seen, dtype):
-    """Rows [tile, head_dim] of one head, zeros where not seen, and their scales [tile] or None."""
-    numbers, scales = (pages.values, pages.scales) if isinstance(pages, QuantPages) else (pages, None)
+def _load(pages, head, page, offset, seen):
+    """Rows [tile, head_dim] of one head, zeros where not seen; and their scales [tile], None if not quantised."""
+    numbers = pages.values if isinstance(pages, QuantPages) else pages
     wide_page, column = index_tile(page, jnp.arange(numbers.shape[3]))
-    wide_offset = jnp.broadcast_to(offset[:, None], column.shape)
-    rows = numbers.at[wide_page, head, wide_offset, column]
-    if seen is None:
-        loaded = triton.load(rows)
-    else:
-        loaded = triton.load(rows, mask=jnp.broadcast_to(seen[:, None], column.shape), other=0)
-    if scales is None:
-        return loaded, None
-    per_token = scales.at[page, head, offset]
-    loaded_scales = triton.load(per_token) if seen is None else triton.load(per_token, mask=seen, other=0)
-    return loaded.astype(dtype), loaded_scales
+    wide_offset, _ = index_tile(offset, jnp.arange(numbers.shape[3]))
+    wide_seen, _ = index_tile(seen, jnp.arange(numbers.shape[3]))
+    rows = triton.load(numbers.at[wide_page, head, wide_offset, column], mask=wide_seen, other=0)
+    if not isinstance(pages, QuantPages):
+        return rows, None
+    return rows, triton.load(pages.scales.at[page, head, offset], mask=seen, other=0)
 
 
 def _dot(a, b, *, trans_b=False):

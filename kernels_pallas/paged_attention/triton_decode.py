@@ -85,7 +85,7 @@ def attention(
         _merge_kernel,
         grid=(rows, heads),
         out_shape=whole,
-        compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=triton.CompilerParams(num_warps=4 if splits * head_dim > 1024 else 1, num_stages=1),
         interpret=interpret,
         name="paged_decode_merge",
     )(*out)

@@ -119,29 +119,20 @@ def _kernel(query, key_pages, value_pages, block_tables, tiles, out, *, scale, w
         end = position + queries  # of the keys that the last query sees
         first_seen = 0 if window is None else jnp.maximum(position - window + 1, 0)  # by the first query
 
-        def trip(i, state, *, masked):
+        def trip(i, state):
             token = i * key_tile + jnp.arange(key_tile)
-            seen = visible = None
-            if masked:
-                seen = (token >= first_seen) & (token < end)
-                visible = token[None, :] <= position_of_pair[:, None]
-                if window is not None:
-                    visible &= token[None, :] > position_of_pair[:, None] - window
-            page_of_token = block_tables.at[row, lax.div(token, page_size)]
-            page = triton.load(page_of_token) if seen is None else triton.load(page_of_token, mask=seen, other=0)
+            seen = (token >= first_seen) & (token < end)
+            visible = token[None, :] <= position_of_pair[:, None]
+            if window is not None:
+                visible &= token[None, :] > position_of_pair[:, None] - window
+            page = triton.load(block_tables.at[row, lax.div(token, page_size)], mask=seen, other=0)
             offset = lax.rem(token, page_size)
             return attend(
                 state, rows, key_pages, value_pages, head, page, offset, scale=scale, seen=seen, visible=visible
             )
 
-        # Key tiles that all queries see whole need no masks: those up to the diagonal, and within the window.
-        first, last = lax.div(first_seen, key_tile), pl.cdiv(end, key_tile)
-        whole_last = jnp.clip(lax.div(position + 1, key_tile), first, last)
-        whole_first = first if window is None else jnp.clip(pl.cdiv(end - window, key_tile), first, whole_last)
+        # Most tiles need no mask, but with a loop of their own ptxas no longer lets the products of either overlap.
         state = empty_state(settings.query_tile, head_dim)
-        if window is not None:
-            state = lax.fori_loop(first, whole_first, functools.partial(trip, masked=True), state)
-        state = lax.fori_loop(whole_first, whole_last, functools.partial(trip, masked=False), state)
-        total, _, mass = lax.fori_loop(whole_last, last, functools.partial(trip, masked=True), state)
+        total, _, mass = lax.fori_loop(lax.div(first_seen, key_tile), pl.cdiv(end, key_tile), trip, state)
         average = total / jnp.where(mass == 0, 1, mass)[:, None]
         triton.store(out.at[wide_query, wide_head, column], average.astype(out.dtype), mask=real)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas.paged_attention import PagedBatch, paged_attention, storage_dtype, write_pages
+from kernels_pallas.paged_attention import PagedBatch, paged_attention, storage_dtype, write_kv, write_pages
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 PAGES_PER_ROW, TOKENS = 12, 96
-run = jax.jit(paged_attention, static_argnames=("scale", "implementation"))
+run = jax.jit(paged_attention, static_argnames=("scale", "window", "implementation"))
 
 
 def make_case(rows, *, page_size, seed=0, decode=False, dtype=jnp.float32, poison=np.nan, num_rows=8):
@@ -49,9 +49,9 @@ def make_case(rows, *, page_size, seed=0, decode=False, dtype=jnp.float32, poiso
     return (query, keys, values, batch), real
 
 
-def check(case, real, *, tolerance=2e-6):
-    got = np.asarray(run(*case, scale=0.25, implementation="xla"), np.float32)
-    want = np.asarray(run(*case, scale=0.25, implementation="reference"), np.float32)
+def check(case, real, *, tolerance=2e-6, window=None):
+    got = np.asarray(run(*case, scale=0.25, window=window, implementation="xla"), np.float32)
+    want = np.asarray(run(*case, scale=0.25, window=window, implementation="reference"), np.float32)
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got[:real], want[:real], atol=tolerance, rtol=tolerance)
 
@@ -78,6 +78,48 @@ def test_mixed_rows_equal_reference(data, page_size, seed):
             break
     case, real = make_case(rows, page_size=page_size, seed=seed)
     check(case, real)
+
+
+@pytest.mark.parametrize("window", [1, 17, 64, 100])
+def test_windows_equal_reference(window):
+    """Rows that start before, on and behind the edge of a key tile, and so do their windows."""
+    lengths = [1, 63, 64, 65, 128, 150, 181, 190]
+    check(*make_case([(n, 1) for n in lengths], page_size=16, decode=True), window=window)
+    check(*make_case([(190, 40), (70, 33), (181, 1), (1, 1), (20, 20)], page_size=16), window=window)
+
+
+def test_a_window_sees_the_last_tokens_only():
+    """The reference itself: against softmax over the last tokens of one row, in numpy."""
+    (query, keys, values, batch), _ = make_case([(30, 3)], page_size=8)
+    got = np.asarray(run(query, keys, values, batch, scale=0.25, window=5, implementation="reference"))
+    table = np.asarray(batch.block_tables)[0]
+    rows = [np.asarray(pages)[table].swapaxes(1, 2).reshape(-1, KV_HEADS, HEAD_DIM) for pages in (keys, values)]
+    for place, position in enumerate((27, 28, 29)):
+        key, value = (x[position - 4 : position + 1] for x in rows)
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            weights = np.exp(0.25 * key[:, kv_head] @ np.asarray(query)[place, head])
+            want = weights @ value[:, kv_head] / weights.sum()
+            np.testing.assert_allclose(got[place, head], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_what_is_nan_in_a_row_stays_in_it(decode):
+    """In a query, or in a key or value that was written: all other rows are the same to the bit."""
+    rows = [(33, 1 if decode else 9), (70, 1), (190, 1), (17, 1)]
+    (query, keys, values, batch), real = make_case(rows, page_size=16, decode=decode)
+    clean = np.asarray(run(query, keys, values, batch, scale=0.25))
+    first = int(batch.query_start[1])
+    page = int(batch.block_tables[1, 2])
+    broken = (
+        (query.at[first, 4].set(jnp.nan), keys, values),
+        (query, keys.at[page, 1, 3].set(jnp.nan), values),
+        (query, keys, values.at[page, 1, 3].set(jnp.nan)),
+    )
+    for arrays in broken:
+        got = np.asarray(run(*arrays, batch, scale=0.25))
+        assert np.isnan(got[first, 4]).all()
+        np.testing.assert_array_equal(np.delete(got[:real], first, 0), np.delete(clean[:real], first, 0))
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -127,9 +169,24 @@ def test_written_rows_are_read_back():
     assert int((pages != 0).any(axis=(1, 3)).sum()) == 3
 
 
+def test_keys_and_values_are_written_together():
+    rng = np.random.default_rng(0)
+    pages = [jnp.asarray(rng.standard_normal((4, KV_HEADS, 8, HEAD_DIM)), jnp.float32) for _ in range(2)]
+    new = [jnp.asarray(rng.standard_normal((3, KV_HEADS, HEAD_DIM)), jnp.float32) for _ in range(2)]
+    page, offset = jnp.asarray([3, 1, 1]), jnp.asarray([7, 0, 1])
+    for got, before, rows in zip(write_kv(*pages, *new, page, offset), pages, new, strict=True):
+        np.testing.assert_array_equal(got[page, :, offset], rows)
+        assert int((got != before).any(axis=(1, 3)).sum()) == 3
+
+
 def test_shapes_that_do_not_fit_are_named():
     (query, keys, values, batch), _ = make_case([(5, 1)], page_size=8, decode=True)
     with pytest.raises(ValueError, match=r"heads a multiple of kv_heads, got \(97, 2, 8, 16\)"):
         paged_attention(query[:, :5], keys, values, batch, scale=1.0)
     with pytest.raises(ValueError, match=r"no implementation 'cuda'"):
         paged_attention(query, keys, values, batch, scale=1.0, implementation="cuda")
+    with pytest.raises(ValueError, match=r"a window of 0 tokens sees nothing"):
+        paged_attention(query, keys, values, batch, scale=1.0, window=0)
+    new, at = jnp.zeros((2, KV_HEADS, HEAD_DIM)), jnp.asarray([1, 2])
+    with pytest.raises(ValueError, match=r"write_kv: no implementation 'mosaic'"):
+        write_kv(keys, values, new, new, at, at, implementation="mosaic")
