@@ -12,8 +12,9 @@ import numpy as np
 
 from omni_jax.cost import GPUS, Gpu, ModelSizes, Roofline, gpu_named
 from omni_jax.models import ModelConfig, model_config
+from omni_jax.runtime.sharding import fit
 from omni_jax.runtime.state import KVCacheDtype
-from serving.plan_memory import DeviceMemory, Settings, Temporaries, device_memory, estimated_temporaries, mesh_fault
+from serving.plan_memory import DeviceMemory, Programs, Settings, device_memory, estimated_programs
 from serving.plan_speed import Speed, Typical, make_speed
 
 DEFAULT_LEN = 32768  # unless the model knows fewer positions, or --max-model-len says otherwise
@@ -22,7 +23,7 @@ MOST_TOKENS, FEWEST_TOKENS = 8192, 512  # of a step; the first is the engine's d
 SHORTEST = 256  # tokens: a shorter max_model_len is not proposed
 NODE = 8  # devices that NVLink connects
 
-Compile = Callable[[ModelConfig, Settings, int], Temporaries]  # the last is the mesh's model axis
+Compile = Callable[[ModelConfig, Settings, int], Programs]  # the last is the mesh's model axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Plan:
         num, data, model, idle: GPUs, the mesh's axes, GPUs outside it.
         settings: what to start the engine with.
         memory: of each device.
-        temporaries: see plan_memory.Temporaries.
+        programs: what they need.
         fits: whether there is room for a request of max_model_len.
         tokens: of the KV cache of a data row.
         full_requests, typical_requests: of max_model_len, and of the typical length, that it holds at once.
@@ -98,7 +99,7 @@ class Plan:
     idle: int
     settings: Settings
     memory: DeviceMemory
-    temporaries: Temporaries
+    programs: Programs
     fits: bool
     tokens: int
     full_requests: int
@@ -112,11 +113,11 @@ class Plan:
         return f"data={self.data},model={self.model}"
 
 
-def make_plan(asked: Asked, compile_temporaries: Compile | None = None) -> Plan:
+def make_plan(asked: Asked, compile_programs: Compile | None = None) -> Plan:
     """Plans.
 
     Args:
-        compile_temporaries: compiles the largest executables for the GPU; without it their temporaries are estimated.
+        compile_programs: compiles the largest programs for the GPU; without it their temporaries are estimated.
 
     Raises:
         ValueError: an unknown GPU, settings that cannot be, a mesh that is larger than the GPUs or does not divide the
@@ -126,11 +127,11 @@ def make_plan(asked: Asked, compile_temporaries: Compile | None = None) -> Plan:
     model, gpu = model_config(asked.config), _gpu(asked)
     _check(asked, model)
     data, axis = _mesh(asked, model, gpu)
-    settings, temporaries, memory = _settle(asked, model, gpu, axis)
-    notes = list(_notes(asked, gpu, data, axis))
-    if compile_temporaries is not None:
-        temporaries = compile_temporaries(model, settings, axis)
-        memory = device_memory(model, settings, total=gpu.memory_bytes, devices=axis, temporaries=temporaries)
+    settings, programs, memory = _settle(asked, model, gpu, axis)
+    notes = list(_notes(asked, data, axis))
+    if compile_programs is not None:
+        programs = compile_programs(model, settings, axis)
+        memory = device_memory(model, settings, total=gpu.memory_bytes, devices=axis, programs=programs)
     fits = _full_requests(memory, settings) >= 1
     speed = None
     if fits:
@@ -145,7 +146,7 @@ def make_plan(asked: Asked, compile_temporaries: Compile | None = None) -> Plan:
         idle=asked.num - data * axis,
         settings=settings,
         memory=memory,
-        temporaries=temporaries,
+        programs=programs,
         fits=fits,
         tokens=memory.num_blocks * settings.block_size,
         full_requests=_full_requests(memory, settings),
@@ -175,17 +176,24 @@ def _check(asked: Asked, model: ModelConfig) -> None:
                 f"a mesh of data={asked.data}, model={asked.model} needs {asked.data * asked.model} GPUs, --num is "
                 f"{asked.num}"
             )
-        if fault := mesh_fault(model, asked.model):
-            raise ValueError(fault)
+        fit(model, asked.model)
 
 
 def _mesh(asked: Asked, model: ModelConfig, gpu: Gpu) -> tuple[int, int]:
     """(data, model): the smallest model axis that fits; the largest there can be, where none does."""
     if asked.data is not None and asked.model is not None:
         return asked.data, asked.model
-    axes = [axis for axis in range(1, asked.num + 1) if mesh_fault(model, axis) is None]
+    axes = [axis for axis in range(1, asked.num + 1) if _divides(model, axis)]
     axis = next((axis for axis in axes if _fits(asked, model, gpu, axis)), axes[-1])
     return asked.num // axis, axis
+
+
+def _divides(model: ModelConfig, axis: int) -> bool:
+    try:
+        fit(model, axis)
+    except ValueError:
+        return False
+    return True
 
 
 def _fits(asked: Asked, model: ModelConfig, gpu: Gpu, axis: int) -> bool:
@@ -193,7 +201,7 @@ def _fits(asked: Asked, model: ModelConfig, gpu: Gpu, axis: int) -> bool:
     return _full_requests(memory, settings) >= 1
 
 
-def _settle(asked: Asked, model: ModelConfig, gpu: Gpu, axis: int) -> tuple[Settings, Temporaries, DeviceMemory]:
+def _settle(asked: Asked, model: ModelConfig, gpu: Gpu, axis: int) -> tuple[Settings, Programs, DeviceMemory]:
     """Settings for so many devices, the planner's where none were given, and what a device then holds.
 
     max_num_batched_tokens: the least with which a prompt is computed nearly as fast as with the most. max_num_seqs: the
@@ -221,11 +229,11 @@ def _settle(asked: Asked, model: ModelConfig, gpu: Gpu, axis: int) -> tuple[Sett
     seqs = asked.max_num_seqs or min(MOST_SEQS, settings.max_num_batched_tokens)
     while True:
         settings = dataclasses.replace(settings, max_num_seqs=seqs)
-        temporaries = estimated_temporaries(model, settings, axis)
-        memory = device_memory(model, settings, total=gpu.memory_bytes, devices=axis, temporaries=temporaries)
+        programs = estimated_programs(model, settings, axis)
+        memory = device_memory(model, settings, total=gpu.memory_bytes, devices=axis, programs=programs)
         enough = _full_requests(memory, settings) >= 1 and _typical_requests(memory, settings, asked.typical) >= seqs
         if enough or seqs == 1 or asked.max_num_seqs is not None:
-            return settings, temporaries, memory
+            return settings, programs, memory
         seqs //= 2
 
 
@@ -270,7 +278,7 @@ def _dtype(asked: str, stored: str) -> np.dtype:
     return np.dtype(jnp.dtype("bfloat16" if chosen == "float16" else chosen))
 
 
-def _notes(asked: Asked, gpu: Gpu, data: int, axis: int) -> Iterator[str]:
+def _notes(asked: Asked, data: int, axis: int) -> Iterator[str]:
     idle = asked.num - data * axis
     if idle:
         yield f"{idle} of {asked.num} GPUs are left over: a mesh of data={data}, model={axis} has {data * axis}"

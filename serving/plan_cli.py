@@ -48,6 +48,13 @@ def plan(
         float | None,
         typer.Option(min=0.001, help="Of the link between GPUs, in one direction, where that is not NVLink."),
     ] = None,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            help="Compile the largest programs for the GPU, where the CUDA plugin of JAX is installed, to see what "
+            "memory they take; takes a minute or two. Without, it is estimated."
+        ),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model fits on GPUs, how to split it, and how fast it would be. Needs no GPU and no weights.
@@ -86,7 +93,7 @@ def plan(
             typical=Typical(prompt_tokens=prompt_tokens, output_tokens=output_tokens),
             **given,
         )
-        made = make_plan(asked)
+        made = make_plan(asked, _compiler(gpu, compile))
     except (UnsupportedModel, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
@@ -117,6 +124,27 @@ def _config(model: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} must hold a JSON object, it holds a {type(config).__name__}")
     return config
+
+
+def _compiler(gpu: str, wanted: bool) -> Any:
+    """What compiles for a GPU, or None where that cannot be done or is not wanted."""
+    from kernels_pallas import aot
+
+    if not wanted or aot.available() is not None:
+        return None
+    import jax
+
+    from serving.plan_compile import compiled_programs
+    from serving.progress import stage_bars
+
+    jax.config.update("jax_platforms", "cpu")  # so that no real GPU is looked for, or taken
+
+    def compile_programs(model, settings, devices):
+        with stage_bars() as bars:
+            report = None if bars is None else lambda name, done, total: bars("compile", done, total, name)
+            return compiled_programs(model, settings, devices, gpu, progress=report)
+
+    return compile_programs
 
 
 def _axes(mesh: str | None, model: int | None, data: int | None, num: int) -> tuple[int | None, int | None]:

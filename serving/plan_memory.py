@@ -1,6 +1,7 @@
 """What one device of a mesh holds: weights, KV cache, features, state, temporaries. Bytes of shapes; no array is made.
 
-The shapes are those of the engine's own modules and pool, so that a plan and a start can only differ in temporaries.
+The shapes and how they are shared out are the engine's own (models.abstract_weights, runtime.sharding, runtime.state),
+so that a plan and a start can only differ in what programs take.
 """
 
 import dataclasses
@@ -10,15 +11,16 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 
 from omni_jax.memory import EncoderCache
-from omni_jax.models import ModelConfig, vision
-from omni_jax.models.decoder import Decoder
+from omni_jax.models import ModelConfig, Weights, abstract_weights
+from omni_jax.models.axis import MODEL
+from omni_jax.runtime.sharding import DATA, bytes_per_device, fit, sharding_of
 from omni_jax.runtime.state import KVCacheDtype, abstract_slots, block_bytes, round_pages
+from omni_jax.scheduling import patch_buckets
 
 ENCODER_CACHE_TOKENS = 8192  # the engine's default
-REPLICATED = ("norm", "patch_embed", "bias")  # what every device has whole: parts of parameters' names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,18 +39,20 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Temporaries:
-    """What executables need while they run.
+class Programs:
+    """What programs need on a device besides weights, cache and state.
 
     Attributes:
-        nbytes: of the one that needs most.
-        source: whether XLA said so, having compiled it for the GPU, or a formula.
-        executable: which one it is.
+        temporaries: bytes, of the one that needs most while it runs.
+        results: of two steps: one is read while the next is computed.
+        source: whether XLA said so, having compiled them for the GPU, or a formula.
+        largest: which program needs most.
     """
 
-    nbytes: int
+    temporaries: int
+    results: int
     source: Literal["compiled", "estimated"]
-    executable: str
+    largest: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ class DeviceMemory:
         tower: of them those of the vision tower.
         features: the encoder cache.
         state: block tables, sampling state and token counts, by slot.
-        temporaries: see Temporaries.
+        temporaries, results: see Programs.
         kv_cache: the pool.
         free: what is left; below 0, what is missing before there is any pool.
         block_bytes: of one block of the pool.
@@ -76,36 +80,27 @@ class DeviceMemory:
     features: int
     state: int
     temporaries: int
+    results: int
     kv_cache: int
     free: int
     block_bytes: int
     num_blocks: int
 
 
-def mesh_fault(model: ModelConfig, devices: int) -> str | None:
-    """Why a model cannot be split over so many devices, or None."""
-    for what, size in (
-        ("attention heads", model.num_attention_heads),
-        ("intermediate_size", model.intermediate_size),
-        ("vocab_size", model.vocab_size),
-    ):
-        if size % devices:
-            return f"{what} ({size}) is no multiple of the mesh's model axis ({devices})"
-    kv_heads = model.num_key_value_heads
-    if kv_heads % devices and devices % kv_heads:
-        return f"KV heads ({kv_heads}) neither divide nor are a multiple of the mesh's model axis ({devices})"
-    return None
-
-
 def device_memory(
-    model: ModelConfig, settings: Settings, *, total: int, devices: int, temporaries: Temporaries
+    model: ModelConfig, settings: Settings, *, total: int, devices: int, programs: Programs
 ) -> DeviceMemory:
-    """Of one of `devices` that share the model, each with `total` bytes."""
+    """Of one of `devices` that share the model, each with `total` bytes.
+
+    Raises:
+        ValueError: they cannot share it (runtime.sharding.fit).
+    """
     allowed = int(total * settings.gpu_memory_utilization)
-    weights, tower = weight_bytes(model, settings.dtype, devices)
+    weights = spread_weights(model, settings.dtype, devices)
+    held = bytes_per_device(weights.arrays)
     features = feature_rows(model, settings) * model.hidden_size * settings.dtype.itemsize
-    state = state_bytes(model, settings)
-    left = allowed - weights - features - state - temporaries.nbytes
+    state = state_bytes(model, settings, devices)
+    left = allowed - held - features - state - programs.temporaries - programs.results
     block = device_block_bytes(model, settings, devices)
     # As the engine does it (engine.loading): down what there is room for, up what is needed at most; one block is
     # where padding is written.
@@ -114,11 +109,12 @@ def device_memory(
     return DeviceMemory(
         total=total,
         reserved=total - allowed,
-        weights=weights,
-        tower=tower,
+        weights=held,
+        tower=held - bytes_per_device(weights.decoder.leaves),
         features=features,
         state=state,
-        temporaries=temporaries.nbytes,
+        temporaries=programs.temporaries,
+        results=programs.results,
         kv_cache=blocks * block,
         free=left - blocks * block,
         block_bytes=block,
@@ -127,53 +123,22 @@ def device_memory(
 
 
 def device_block_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
-    """Of a block on one device. KV heads are split, or replicated where there are fewer of them than devices."""
-    heads = max(1, model.num_key_value_heads // devices)
-    return block_bytes(
-        dataclasses.replace(model, num_key_value_heads=heads),
+    """Of a block on one device, which has its KV heads of it."""
+    whole = block_bytes(
+        fit(model, devices),
         block_size=settings.block_size,
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
     )
+    return whole // devices
 
 
-def weight_bytes(model: ModelConfig, dtype: np.dtype, devices: int) -> tuple[int, int]:
-    """Of one device's weights, and of those the vision tower's."""
-    heads = model.num_attention_heads + 2 * model.num_key_value_heads
-    mine = model.num_attention_heads // devices + 2 * max(1, model.num_key_value_heads // devices)
-    text = tower = 0
-    for name, nbytes in decoder_parameters(model, dtype).items():
-        if ".qkv" in name:
-            text += nbytes // heads * mine
-        else:
-            text += nbytes if "norm" in name else nbytes // devices
-    for name, nbytes in tower_parameters(model, dtype).items():
-        tower += nbytes if any(part in name for part in REPLICATED) else nbytes // devices
-    return text + tower, tower
-
-
-@functools.cache
-def decoder_parameters(model: ModelConfig, dtype: np.dtype) -> dict[str, int]:
-    """Bytes of the decoder's parameters, by name."""
-    return _parameters(lambda: Decoder(model, dtype))
-
-
-@functools.cache
-def tower_parameters(model: ModelConfig, dtype: np.dtype) -> dict[str, int]:
-    """The same of the vision tower; empty for a model that has none."""
-    if (tower := model.vision) is None:
-        return {}
-    block = _parameters(lambda: vision.Block(tower, dtype))
-    parts = {
-        "patch_embed": _parameters(lambda: vision.PatchEmbed(tower, dtype)),
-        "merger": _parameters(lambda: vision.Merger(tower, dtype)),
-    } | {f"blocks.{i}": block for i in range(tower.depth)}
-    return {f"{part}.{name}": nbytes for part, names in parts.items() for name, nbytes in names.items()}
-
-
-def _parameters(make: Any) -> dict[str, int]:
-    state = nnx.to_flat_state(nnx.state(nnx.eval_shape(make)))
-    return {".".join(map(str, path)): math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for path, leaf in state}
+@functools.lru_cache(maxsize=64)
+def spread_weights(model: ModelConfig, dtype: np.dtype, devices: int) -> Weights:
+    """Shapes of the weights with their shardings."""
+    mesh = AbstractMesh((1, devices), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    sharding: Any = sharding_of(mesh)  # pyright: ignore[reportArgumentType]  # only sizes and rules are asked for
+    return abstract_weights(fit(model, devices), dtype, sharding)
 
 
 def feature_rows(model: ModelConfig, settings: Settings) -> int:
@@ -184,20 +149,32 @@ def feature_rows(model: ModelConfig, settings: Settings) -> int:
     return EncoderCache(settings.encoder_cache_tokens or max(ENCODER_CACHE_TOKENS, largest)).array_rows
 
 
-def state_bytes(model: ModelConfig, settings: Settings) -> int:
-    """Of what the runner keeps by slot (runtime.runner), on each device."""
+def state_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
+    """Of what the runner keeps by slot: block tables, sampling state, and token counts, which are shared out."""
     slots = settings.max_num_seqs + 1
     table = -(-settings.max_model_len // settings.block_size)
     sampling = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract_slots(slots)))
-    return sampling + 4 * slots * (table + 1 + model.vocab_size)
+    return sampling + 4 * slots * (table + model.vocab_size // devices)
 
 
-def estimated_temporaries(model: ModelConfig, settings: Settings, devices: int) -> Temporaries:
-    """Of the largest step: tokens go through a layer's MLP, whose product XLA sums in float32; or of the head that
-    samples with penalties, which has a few copies of float32 logits."""
+def estimated_programs(model: ModelConfig, settings: Settings, devices: int) -> Programs:
+    """Without compiling: what XLA was seen to keep at once, for an A100 and an H100, rounded up (docs/scale.md).
+
+    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A head: four times the logits
+    in float32, whatever it samples by; and what scores prompts has 64 rows. The tower: two widened copies of its
+    patches.
+    """
     tokens, rows, width = settings.max_num_batched_tokens, settings.max_num_seqs, settings.dtype.itemsize
-    inner = 2 * model.intermediate_size // devices
-    body = tokens * (inner * (4 + width) + model.hidden_size * (2 * width + 4))
-    head = 4 * rows * model.vocab_size * 4
-    name = f"mixed {tokens}" if body >= head else f"head {rows} full"
-    return Temporaries(nbytes=max(body, head), source="estimated", executable=name)
+    needs = {
+        f"mixed {tokens}": tokens * width * (3 * model.intermediate_size // devices + 4 * model.hidden_size),
+        f"head {rows} full": 4 * 4 * max(rows, 48) * model.vocab_size // devices,
+    }
+    results = (tokens + rows) * model.hidden_size * width
+    if (tower := model.vision) is not None:
+        patches = patch_buckets(settings.max_pixels // tower.patch_size**2)[-1]
+        inner = tower.intermediate_size // devices * (2 if tower.hidden_act == "silu" else 1)
+        needs[f"encode {patches}"] = patches * 2 * width * (inner + tower.hidden_size)
+        # Hidden states, cosines and sines in float32, and where each patch stands.
+        results = max(results, patches * (tower.hidden_size * width + 4 * tower.hidden_size // tower.num_heads + 24))
+    largest = max(needs, key=lambda name: needs[name])
+    return Programs(temporaries=needs[largest], results=2 * results, source="estimated", largest=largest)

@@ -88,7 +88,8 @@ def _memory(plan: Plan) -> Table:
     rows = [
         ("weights", memory.weights),
         ("KV cache", memory.kv_cache),
-        (f"temporaries ({plan.temporaries.source})", memory.temporaries),
+        (f"temporaries ({plan.programs.source})", memory.temporaries),
+        (f"results of two steps ({plan.programs.source})", memory.results),
         ("features of pictures", memory.features),
         ("state of sequences", memory.state),
         ("free", max(0, memory.free)),
