@@ -113,12 +113,19 @@ def _prove_some(names: list[str]) -> list[Finding]:
             findings += [Finding(**{**f, "faults": tuple(f["faults"])}) for f in proof["findings"]]
         left = left[len(ended) :]
         if left:  # the first of them ended the process
-            why = ([text for text in done.stderr.splitlines() if text.strip()] or [f"exit code {done.returncode}"])[-1]
             kind, target, case = left[0].split("/")
-            findings.append(Finding(proof=left[0], what=f"{kind} {case}", target=target, faults=(why,)))
+            faults = (why_it_ended(done),)
+            findings.append(Finding(proof=left[0], what=f"{kind} {case}", target=target, faults=faults))
             left = left[1:]
         say(f"{names[0].rpartition('/')[0]}: {len(names) - len(left)} of {len(names)}")
     return findings
+
+
+def why_it_ended(done: subprocess.CompletedProcess[str]) -> str:
+    """The last error that a process told of, or else the last thing it said, or its exit code."""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exhausted)\b|LLVM ERROR|F\d{4} ", line)]
+    return (errors or lines or [f"exit code {done.returncode}"])[-1]
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -153,6 +153,19 @@ class TestProcesses:
         dead = "LLVM ERROR: Cannot select: intrinsic"
         assert [finding.faults for finding in found] == [(), (dead,), (), (dead,)]
 
+    @pytest.mark.parametrize(
+        ("stderr", "why"),
+        [
+            ("I0000 cudart_stub\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Shared memory\n----\nFor simplicity\n",
+             "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Shared memory"),
+            ("LLVM ERROR: Cannot select\nStack dump:\n", "LLVM ERROR: Cannot select"),
+            ("killed\n\n", "killed"),
+            ("", "exit code -9"),
+        ],
+    )  # fmt: skip
+    def test_what_is_told_of_a_process_that_ended(self, stderr, why):
+        assert gpu_proof.why_it_ended(subprocess.CompletedProcess([], -9, "", stderr)) == why
+
     def test_a_proof_that_does_not_end(self, monkeypatch):
         monkeypatch.setattr(gpu_proof, "TIMEOUT", 0.2)
         done = gpu_proof._run(["sleep", "60"])
