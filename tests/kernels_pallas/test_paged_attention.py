@@ -80,7 +80,7 @@ def test_mixed_rows_equal_reference(data, page_size, seed):
     check(case, real)
 
 
-@pytest.mark.parametrize("window", [1, 17, 64, 100])
+@pytest.mark.parametrize("window", [1, 17, 64])
 def test_windows_equal_reference(window):
     """Rows that start before, on and behind the edge of a key tile, and so do their windows."""
     lengths = [1, 63, 64, 65, 128, 150, 181, 190]
