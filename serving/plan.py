@@ -20,6 +20,7 @@ from serving.plan_speed import Speed, Typical, make_speed
 DEFAULT_LEN = 32768  # unless the model knows fewer positions, or --max-model-len says otherwise
 MOST_SEQS = 256  # the engine's default on a GPU, and for how many are planned at most unless they are asked for
 MOST_TOKENS, FEWEST_TOKENS = 8192, 512  # of a step; the first is the engine's default on a GPU
+MOST_SHARE = 0.95  # of the memory, that is proposed
 SHORTEST = 256  # tokens: a shorter max_model_len is not proposed
 NODE = 8  # devices that NVLink connects
 
@@ -77,7 +78,7 @@ class Plan:
 
     Attributes:
         architecture, parameters: of the model.
-        gpu: its name.
+        gpu, gpu_key: its name, and its key in cost.GPUS.
         num, data, model, idle: GPUs, the mesh's axes, GPUs outside it.
         settings: what to start the engine with.
         memory: of each device.
@@ -93,6 +94,7 @@ class Plan:
     architecture: str
     parameters: int
     gpu: str
+    gpu_key: str
     num: int
     data: int
     model: int
@@ -140,6 +142,7 @@ def make_plan(asked: Asked, compile_programs: Compile | None = None) -> Plan:
         architecture=model.architecture,
         parameters=ModelSizes.from_config(asked.config).parameters,
         gpu=gpu.name,
+        gpu_key=asked.gpu.lower(),
         num=asked.num,
         data=data,
         model=axis,
@@ -152,7 +155,7 @@ def make_plan(asked: Asked, compile_programs: Compile | None = None) -> Plan:
         full_requests=_full_requests(memory, settings),
         typical_requests=_typical_requests(memory, settings, asked.typical),
         speed=speed,
-        remedies=() if fits else tuple(_remedies(asked, model, axis)),
+        remedies=() if fits else tuple(_remedies(asked, model)),
         notes=tuple(notes),
     )
 
@@ -289,26 +292,40 @@ def _notes(asked: Asked, data: int, axis: int) -> Iterator[str]:
         )
 
 
-def _remedies(asked: Asked, model: ModelConfig, axis: int) -> Iterator[Remedy]:
-    """Changes, one at a time, each of which would do."""
+def _remedies(asked: Asked, model: ModelConfig) -> Iterator[Remedy]:
+    """Changes each of which would do: more GPUs, less memory taken, other GPUs."""
     free = dataclasses.replace(asked, data=None, model=None)
     for num in range(asked.num + 1, 8 * NODE + 1):
-        if (fits := _room(dataclasses.replace(free, num=num), model)) is not None:
-            yield Remedy(flags=f"--num {num}", requests=fits)
+        if (requests := _room(dataclasses.replace(free, num=num), model)) is not None:
+            yield Remedy(flags=f"--num {num}", requests=requests)
             break
-    settings, _, memory = _settle(asked, model, _gpu(asked), axis)
-    length = memory.num_blocks * settings.block_size  # all there is room for: it is less than max_model_len
-    if length >= SHORTEST:
-        yield Remedy(flags=f"--max-model-len {length}", requests=1)
+    yield from _savings(asked, model)
+    for name, gpu in GPUS.items():
+        if gpu.memory_bytes <= GPUS[asked.gpu.lower()].memory_bytes:
+            continue
+        if (requests := _room(dataclasses.replace(free, gpu=name), model)) is not None:
+            yield Remedy(flags=f"--gpu {name}", requests=requests)
+
+
+def _savings(asked: Asked, model: ModelConfig) -> Iterator[Remedy]:
+    """On the same GPUs: int8, a larger share of the memory, or both; and a shorter max_model_len, by itself or where
+    they are not enough."""
+    changes: list[dict[str, Any]] = [{}]
     if asked.kv_cache_dtype == "auto":
-        requests = _room(dataclasses.replace(asked, kv_cache_dtype="int8"), model)
-        if requests is not None:
-            yield Remedy(flags="--kv-cache-dtype int8", requests=requests)
-    for name in GPUS:
-        if name != asked.gpu.lower() and GPUS[name].memory_bytes > GPUS[asked.gpu.lower()].memory_bytes:
-            requests = _room(dataclasses.replace(free, gpu=name), model)
-            if requests is not None:
-                yield Remedy(flags=f"--gpu {name}", requests=requests)
+        changes.append({"kv_cache_dtype": "int8"})
+    if asked.gpu_memory_utilization < MOST_SHARE:
+        changes += [change | {"gpu_memory_utilization": MOST_SHARE} for change in changes]
+    for change in changes:
+        changed = dataclasses.replace(asked, **change)
+        gpu = _gpu(changed)
+        _, axis = _mesh(changed, model, gpu)
+        settings, _, memory = _settle(changed, model, gpu, axis)
+        flags = [f"--{name.replace('_', '-')} {value}" for name, value in change.items()]
+        if requests := _full_requests(memory, settings):
+            yield Remedy(flags=" ".join(flags), requests=requests)
+        elif (length := memory.num_blocks * settings.block_size) >= SHORTEST:
+            # All there is room for: it is less than a request of max_model_len.
+            yield Remedy(flags=" ".join([*flags, f"--max-model-len {length}"]), requests=1)
 
 
 def _room(asked: Asked, model: ModelConfig) -> int | None:

@@ -55,6 +55,10 @@ def plan(
             "memory they take; takes a minute or two. Without, it is estimated."
         ),
     ] = True,
+    experiment: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write experiment.yaml there, which `omni-jax ablate` simulates."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model fits on GPUs, how to split it, and how fast it would be. Needs no GPU and no weights.
@@ -65,6 +69,7 @@ def plan(
 
     from omni_jax.models.config import UnsupportedModel
     from serving.plan import Asked, make_plan
+    from serving.plan_experiment import write_experiment
     from serving.plan_report import as_json as plan_as_json
     from serving.plan_report import show
     from serving.plan_speed import Typical
@@ -94,6 +99,8 @@ def plan(
             **given,
         )
         made = make_plan(asked, _compiler(gpu, compile))
+        if experiment is not None and made.fits:
+            write_experiment(made, asked.config, model, experiment)
     except (UnsupportedModel, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:

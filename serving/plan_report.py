@@ -12,7 +12,7 @@ from rich.text import Text
 from serving.plan import Plan
 from serving.plan_speed import Speed
 
-BAR = 40  # characters of all of a device's memory
+BAR = 24  # characters of all of a device's memory
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def _verdict(plan: Plan, name: str) -> Text:
         return Text.assemble(("FITS", "bold green"), f"  {what} on {where}")
     text = Text.assemble(("DOES NOT FIT", "bold red"), f"  {what} on {where}: {_missing(plan)}")
     if not plan.remedies:
-        return text.append("\nNo single change that was tried makes it fit.")
-    text.append("\nEach of these alone would make it fit:")
+        return text.append("\nNothing that was tried makes it fit: more or larger GPUs, int8, a shorter context.")
+    text.append("\nEach of these lines would make it fit:")
     for remedy in plan.remedies:
         text.append(f"\n  {remedy.flags}  ({remedy.requests} full-length request(s) a data row)")
     return text
@@ -89,7 +89,7 @@ def _memory(plan: Plan) -> Table:
         ("weights", memory.weights),
         ("KV cache", memory.kv_cache),
         (f"temporaries ({plan.programs.source})", memory.temporaries),
-        (f"results of two steps ({plan.programs.source})", memory.results),
+        ("results of two steps", memory.results),
         ("features of pictures", memory.features),
         ("state of sequences", memory.state),
         ("free", max(0, memory.free)),

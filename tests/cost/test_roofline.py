@@ -265,6 +265,41 @@ def test_fp8_takes_half_the_bytes_and_twice_the_peak_where_there_is_one():
         assert full.times(prompt(512))[0] == pytest.approx(faster * half.times(prompt(512))[0])
 
 
+def test_int8_cache_reads_what_it_holds():
+    """128 values and a float32 scale for each row: 132 bytes where bfloat16 has 256."""
+    sizes = ModelSizes.from_config(QWEN2_7B)
+    full, int8 = (Roofline(sizes=sizes, gpu=GPUS["a100"], kv_bytes_per_value=n, **IDEAL) for n in (None, 132 / 128))
+    read = [cost.times(decode(1, 10**6 + 1))[1] - cost.times(decode(1, 1))[1] for cost in (full, int8)]
+    assert read[0] == pytest.approx(57_344 * 10**6 / 2.039e12)
+    assert read[1] == pytest.approx(read[0] * 132 / 256)
+
+
+def test_float32_takes_twice_the_bytes_and_half_the_peak():
+    """TF32 of an A100's data sheet: 156 TFLOPS."""
+    sizes = ModelSizes.from_config(QWEN2_7B)
+    half, full = (Roofline(sizes=sizes, gpu=GPUS["a100"], dtype_bytes=n, devices=2, **IDEAL) for n in (2, 4))
+    for shape in (decode(1), prompt(512)):
+        assert full.times(shape) == pytest.approx([2 * seconds for seconds in half.times(shape)])
+
+
+def test_the_batch_at_which_decode_turns_compute_bound():
+    """Without a cache it is the ridge, 312e12 / 2.039e12 = 153 rows, and a little. Rows that bring much cache never do:
+    each then adds more seconds of reading than of products."""
+    cost = Roofline(sizes=ModelSizes.from_config(QWEN2_7B), gpu=GPUS["a100"], **IDEAL)
+    for context in (0, 500, 1000):
+        rows = cost.compute_bound_rows(context)
+        assert rows is not None
+        assert [c > m for c, m, _ in (cost.times(decode(n, n * context)) for n in (rows - 1, rows))] == [False, True]
+    assert cost.compute_bound_rows(0) in range(148, 158)
+    assert cost.compute_bound_rows(20_000) is None
+
+
+def test_one_all_reduce_by_hand():
+    cost = Roofline(sizes=ModelSizes.from_config(QWEN2_72B), gpu=GPUS["h100"], devices=4)
+    assert cost.all_reduce_seconds(8 << 20) == pytest.approx(10e-6 + 1.5 * (8 << 20) / (0.75 * 450e9))
+    assert Roofline(sizes=SIZES_VL, gpu=GPUS["h100"]).all_reduce_seconds(8 << 20) == 0.0
+
+
 def test_a_picture_by_hand():
     """4,096 patches on an A100; windows make the attention of 28 of 32 layers 64 times smaller."""
     whole, windowed = (ModelSizes.from_config(config) for config in (QWEN2_VL_7B, QWEN25_VL_7B))
@@ -316,6 +351,7 @@ def test_an_unknown_gpu_lists_those_known():
         ({"mbu": 1.2}, "mbu"),
         ({"link_efficiency": 2}, "link_efficiency"),
         ({"dtype_bytes": 3}, "dtype_bytes"),
+        ({"kv_bytes_per_value": 0}, "kv_bytes_per_value"),
         ({"overhead_seconds": -1}, "negative"),
     ],
 )

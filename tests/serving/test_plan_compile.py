@@ -1,0 +1,28 @@
+"""What XLA says of programs compiled for a GPU that is not there, against the planner's formula for them."""
+
+import numpy as np
+import pytest
+
+from kernels_pallas import aot
+from omni_jax.cost import published_config
+from omni_jax.models import model_config
+from serving.plan_compile import compiled_programs
+from serving.plan_memory import Settings, estimated_programs
+
+pytestmark = pytest.mark.skipif(aot.available() is not None, reason=f"cannot compile for GPUs: {aot.available()}")
+
+
+@pytest.mark.parametrize(("gpu", "devices"), [("a100-40gb", 1), ("h100", 2)])
+def test_the_estimate_is_no_less_than_what_is_compiled_and_not_much_more(gpu, devices):
+    model = model_config(published_config("Qwen2-0.5B"))
+    settings = Settings(
+        max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=1024, block_size=16, dtype=np.dtype("bfloat16")
+    )
+    seen = []
+    compiled = compiled_programs(model, settings, devices, gpu, progress=lambda *report: seen.append(report))
+    estimated = estimated_programs(model, settings, devices)
+    assert [name for name, _, _ in seen] == ["mixed 1024", "decode 8", "head 8 full"]
+    assert (compiled.source, estimated.source) == ("compiled", "estimated")
+    assert compiled.largest == estimated.largest == "mixed 1024"
+    assert 0.95 * compiled.temporaries <= estimated.temporaries <= 2 * compiled.temporaries
+    assert estimated.results == pytest.approx(compiled.results, rel=0.02)
