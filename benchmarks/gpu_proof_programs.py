@@ -62,7 +62,8 @@ MODELS = {
     "h100/qwen2-0.5b": Model(published="Qwen2-0.5B", bounds=(16, 64, 128, 0)),
     "h100/qwen2-0.5b-mosaic": Model(published="Qwen2-0.5B", kernels=MOSAIC, bounds=(16, 64, 128, 0)),
     "h100/qwen2-0.5b-tp2": Model(published="Qwen2-0.5B", devices=2, bounds=(16, 64, 128, 0)),
-    "h100/72b-2-layers-tp8": Model(published="Qwen2-VL-72B", layers=2, devices=8, bounds=(16, 64, 128, 0)),
+    # 58 MiB of it: XLA copies a layer's `down` to pad its 3,696 rows before it splits the product.
+    "h100/72b-2-layers-tp8": Model(published="Qwen2-VL-72B", layers=2, devices=8, bounds=(80, 64, 128, 0)),
     "a100/qwen2-0.5b": Model(published="Qwen2-0.5B", bounds=(16, 64, 128, 0)),
     "h100/qwen2-0.5b-int8": Model(published="Qwen2-0.5B", kv_cache_dtype="int8", bounds=(16, 64, 128, 0)),
     "h100/qwen2-0.5b-xla": Model(published="Qwen2-0.5B", kernels=PagedKernels(), bounds=(64, 512, 128, 0)),
@@ -108,9 +109,11 @@ def prove_body(proof: str, target: str, model: Model) -> list[Finding]:
     memory, layers = compiled.memory_analysis(), config.num_hidden_layers
     calls, exchanged = aot.pallas_calls(compiled), aot.collectives(compiled)
     pool = jax.tree.leaves(job.arguments[1])
+    # An output matrix of its own is the head's.
+    unread = 0 if config.tie_word_embeddings else 2 * config.vocab_size * config.hidden_size // model.devices
     faults = program_faults(
         arguments=memory.argument_size_in_bytes,
-        planned=bytes_per_device(job.arguments),
+        planned=bytes_per_device(job.arguments) - unread,
         aliased=memory.alias_size_in_bytes,
         donated=bytes_per_device([job.arguments[i] for i in job.donate]),
         pool_copies=sum(

@@ -85,8 +85,7 @@ class Collective:
 
     Attributes:
         kind: one of COLLECTIVES.
-        results: (dtype, shape) of what each device has afterwards, such as ("bf16", (8, 896)); of one that runs beside
-            other things what it begins with stands there too, but for all-reduces.
+        results: (dtype, shape) of what each device has afterwards, such as ("bf16", (8, 896)).
     """
 
     kind: str
@@ -360,6 +359,8 @@ def parse_collectives(hlo: str) -> list[Collective]:
     """See `collectives`. The second half of one that runs beside others is not counted."""
     found = []
     for results, kind in re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", hlo):
+        if results.startswith("(("):  # what it begins with, and what it leaves
+            results = results.partition("), ")[2]
         arrays = re.findall(r"(\w+)\[([\d,]*)\]", results)
         shapes = tuple((dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in arrays)
         found.append(Collective(kind=kind, results=shapes))

@@ -74,6 +74,8 @@ HLO = """
   %psum.7.2 = bf16[32,128]{1,0} all-reduce(%param_0.6), channel_id=1, to_apply=%region_0.0
   %ar = (bf16[32]{0}, f32[]) all-reduce-start(%a, %b), channel_id=2
   %ard = (bf16[32]{0}, f32[]) all-reduce-done(%ar)
+  %all-reduce-start = ((bf16[512,8192]{1,0}), bf16[512,8192]{1,0}) all-reduce-start(%bitcast.3.0), channel_id=1
+  %all-reduce-done = bf16[512,8192]{1,0} all-reduce-done(%all-reduce-start)
   %all_gather.7.2 = bf16[2,32,448]{2,1,0} all-gather(%bitcast.4), channel_id=1, dimensions={0}
   %fusion = bf16[2,32,448]{2,1,0} fusion(%all_gather.7.2), kind=kLoop, calls=%wrapped
 """
@@ -121,6 +123,7 @@ class TestReaders:
         assert [(each.kind, each.results) for each in aot.parse_collectives(HLO)] == [
             ("all-reduce", (("bf16", (32, 128)),)),
             ("all-reduce", (("bf16", (32,)), ("f32", ()))),
+            ("all-reduce", (("bf16", (512, 8192)),)),
             ("all-gather", (("bf16", (2, 32, 448)),)),
         ]
 
