@@ -24,5 +24,5 @@ def test_names_in_any_case_and_of_repositories():
 
 
 def test_an_unknown_name_lists_those_known():
-    with pytest.raises(ValueError, match="no model is known as 'GPT-2'.* Qwen2-0.5B, Qwen2.5-7B.* Llama-3-70B"):
+    with pytest.raises(ValueError, match=r"no model is known as 'GPT-2'.* Qwen2-0\.5B, Qwen2\.5-7B.* Llama-3-70B"):
         published_config("GPT-2")
