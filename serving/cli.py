@@ -29,6 +29,7 @@ from serving.cli_serve import serve
 from serving.cli_support import FAILURE, engine_config, expected_faults, fail, log_to_stderr, memory_options
 from serving.convert_cli import add_convert
 from serving.kv_study_cli import add_kv_study
+from serving.mesh_option import TensorParallelSize
 from serving.plan_cli import add_plan
 
 app = typer.Typer(
@@ -75,6 +76,7 @@ def generate(
     max_model_len: MaxModelLen = None,
     dtype: Dtype = None,
     attention_backend: AttentionBackendType = None,
+    tensor_parallel_size: TensorParallelSize = None,
     kv_cache_dtype: KvCacheType = None,
     enable_adaptive_compression: Compression = None,
     kv_compress_ratio: KvCompressRatio = None,
@@ -119,6 +121,7 @@ def generate(
             "max_model_len": max_model_len,
             "dtype": dtype,
             "attention_backend": attention_backend,
+            "tensor_parallel_size": tensor_parallel_size,
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
             "gpu_memory_utilization": gpu_memory_utilization,
             "chat_template": chat_template,

@@ -33,6 +33,7 @@ from serving.cli_options import (
     SwapSpace,
 )
 from serving.cli_support import engine_config, expected_faults, fail, find_own_code, log_to_stderr, memory_options
+from serving.mesh_option import DataParallelSize, MeshText, PipelineParallelSize, TensorParallelSize, mesh_options
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,10 @@ def serve(
     kv_cache_memory_bytes: KvCacheMemoryBytes = None,
     dtype: Dtype = None,
     attention_backend: AttentionBackendType = None,
+    tensor_parallel_size: TensorParallelSize = None,
+    data_parallel_size: DataParallelSize = None,
+    pipeline_parallel_size: PipelineParallelSize = None,
+    mesh: MeshText = None,
     kv_cache_dtype: KvCacheType = None,
     enable_prefix_caching: PrefixCaching = None,
     recycling_policy: Recycling = None,
@@ -215,6 +220,7 @@ def serve(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    parallel = mesh_options(mesh, tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size)
     cut = _segment_policy(segment_policy)
     _check_objectives(scheduling_policy, ttft_ms, tpot_ms, e2e_ms, aging_seconds, enable_chunked_prefill)
     memory = memory_options(
@@ -247,6 +253,8 @@ def serve(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             dtype=dtype,
             attention_backend=attention_backend,
+            pipeline_parallel_size=pipeline_parallel_size,
+            **parallel,
             seed=seed,
             generation_config=generation_config.value,
             chat_template=chat_template,

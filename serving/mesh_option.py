@@ -1,4 +1,51 @@
-"""--mesh data=2,model=4."""
+"""--mesh data=2,model=4, and the flags that say the same one axis at a time."""
+
+from typing import Annotated
+
+import typer
+
+TensorParallelSize = Annotated[
+    int | None,
+    typer.Option("--tensor-parallel-size", "-tp", min=1, help="Devices that share the model. Default: 1."),
+]
+DataParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        "--data-parallel-size",
+        "-dp",
+        min=1,
+        help="Rows of such devices, each with its own weights, KV cache and batch. Default: 1.",
+    ),
+]
+PipelineParallelSize = Annotated[
+    int | None,
+    typer.Option("--pipeline-parallel-size", "-pp", min=1, help="Only 1: layers are not parted."),
+]
+MeshText = Annotated[
+    str | None,
+    typer.Option("--mesh", metavar="AXES", help="Both in one: data=2,model=4."),
+]
+
+
+def mesh_options(
+    mesh: str | None, *, tensor_parallel_size: int | None, data_parallel_size: int | None
+) -> dict[str, int | None]:
+    """The fields of EngineConfig that these flags set.
+
+    Raises:
+        typer.BadParameter: --mesh is no mesh, or goes with a flag that it says too.
+    """
+    if mesh is None:
+        return {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": data_parallel_size}
+    if tensor_parallel_size is not None or data_parallel_size is not None:
+        raise typer.BadParameter(
+            "says it all: leave out --tensor-parallel-size and --data-parallel-size", param_hint="--mesh"
+        )
+    try:
+        data, model = parse_mesh(mesh)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mesh") from None
+    return {"tensor_parallel_size": model, "data_parallel_size": data}
 
 
 def parse_mesh(text: str) -> tuple[int, int]:

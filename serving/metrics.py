@@ -109,11 +109,13 @@ class _EngineCollector(Collector):
 class _RecordCollector(Collector):
     """Reads what became of requests and segments. Every label has few values: none is a client's to choose."""
 
-    def __init__(self, recorder: Recorder, cuts: Callable[[], Mapping[str, Mapping[str, int]]], model_name: str):
+    def __init__(
+        self, recorder: Callable[[], Recorder], cuts: Callable[[], Mapping[str, Mapping[str, int]]], model_name: str
+    ):
         self._recorder, self._cuts, self._model_name = recorder, cuts, model_name
 
     def collect(self) -> Iterator[Metric]:
-        recorder, model = self._recorder, self._model_name
+        recorder, model = self._recorder(), self._model_name
         attainment = GaugeMetricFamily(
             "omni_jax:slo_attainment",
             "Share of the latest requests that met an objective, of those that had it.",
@@ -157,7 +159,7 @@ class Metrics:
         stats: returns the engine's EngineStats.
         info: the engine's EngineInfo.
         model_name: the label that every metric carries.
-        recorder: knows what became of requests and segments.
+        recorder: returns what knows of requests and segments what became of them.
         cuts: returns policy -> {"segments": count}.
     """
 
@@ -167,7 +169,7 @@ class Metrics:
         stats: Callable[[], Any],
         info: Any,
         model_name: str,
-        recorder: Recorder,
+        recorder: Callable[[], Recorder],
         cuts: Callable[[], Mapping[str, Mapping[str, int]]],
     ):
         self._registry = CollectorRegistry()

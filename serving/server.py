@@ -71,7 +71,7 @@ def make_app(
             stats=engine.stats,
             info=engine.info,
             model_name=served_model_names[0],
-            recorder=engine.recorder,
+            recorder=lambda: engine.recorder,
             cuts=cutter.counts,
         ),
         cutter=cutter,
@@ -180,10 +180,30 @@ def _figures(server: Server) -> web.Response:
             "waiting": stats.num_requests_waiting,
             "attention": {**server.engine.info.attention, "fallbacks": list(server.engine.info.attention_fallbacks)},
             **memory_figures(stats),
+            **_rows(server.engine),
             **summary,
             "segments": {**summary["segments"], "by_policy": server.cutter.counts()},
         }
     )
+
+
+def _rows(engine: "AsyncEngine") -> dict[str, Any]:
+    """Figures of each data row, where there are several."""
+    rows = engine.row_stats()
+    if len(rows) == 1:
+        return {}
+    return {
+        "rows": [
+            {
+                "running": stats.num_requests_running,
+                "waiting": stats.num_requests_waiting,
+                "steps": stats.steps,
+                "generation_tokens": stats.generation_tokens,
+                **memory_figures(stats),
+            }
+            for stats in rows
+        ]
+    }
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:

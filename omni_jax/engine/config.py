@@ -61,7 +61,10 @@ class EngineConfig:
             which kv_compress_ratio caps.
         attention_backend: what computes attention: "xla", "triton" or "mosaic" kernels; "auto" takes the best that the
             model and the device support and that pass a test at the start, and XLA where there is none.
-        tensor_parallel_size: devices that share the model.
+        tensor_parallel_size: devices that share the model. Bytes of the KV cache are then those of each.
+        data_parallel_size: rows of such devices, each with its own weights, cache and batch, behind one front. Limits
+            (max_num_seqs, swap_space and the like) are those of a row.
+        pipeline_parallel_size: 1.
     """
 
     model_dir: Path | str
@@ -105,16 +108,24 @@ class EngineConfig:
     kv_compress_controller: str | None = None
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self):
         for name in (
             *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"),
             *("max_pixels", "encoder_cache_tokens", "encoder_layers_per_slice", "max_swap_ops", "num_swap_threads"),
-            "tensor_parallel_size",
+            *("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size {self.pipeline_parallel_size} is not supported: layers are not parted here. "
+                "Use tensor_parallel_size to part each layer over more devices, of several machines too, and "
+                "data_parallel_size for more throughput"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.generation_config not in ("auto", "vllm"):

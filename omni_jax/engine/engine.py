@@ -76,8 +76,9 @@ class Engine:
         recorder: what became of requests and segments.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None):
-        loaded = load(config, progress)
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, *, row: int = 0):
+        """`row` is which data row's devices it takes."""
+        loaded = load(config, progress, row)
         self.config, self.info, self.tokenizer = config, loaded.info, loaded.tokenizer
         self.vision = loaded.vision
         self._runner, self._encoder = loaded.runner, loaded.runner.encoder
@@ -102,7 +103,7 @@ class Engine:
             if config.enable_adaptive_compression
             else None
         )
-        self._tier = open_tier(config, self.info, self._runner.block_bytes)
+        self._tier = open_tier(config, self.info, self._runner.block_bytes, row)
         self._blocks = Blocks(
             self._pool,
             prefix_caching=config.enable_prefix_caching,
@@ -130,7 +131,8 @@ class Engine:
             cost=self.cost,
             blocks=self._blocks,
         )
-        self._random = random.Random(config.seed)
+        # Rows draw different seeds for requests that bring none.
+        self._random = random.Random(None if config.seed is None else config.seed + (row << 64))
         self._detokenizers: dict[Sequence, Detokenizer] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._prefilled: set[str] = set()
@@ -143,7 +145,7 @@ class Engine:
         self._gaps: collections.deque[float] = collections.deque(maxlen=1024)
         self._seconds: collections.deque[float] = collections.deque(maxlen=1024)
         self._last_ready = time.monotonic()
-        self._compiled_at_start = compat.compilations()
+        self.count_compilations_from_now()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -224,6 +226,10 @@ class Engine:
             self._runner.compact(source, rows, keep, target, sinks=SINKS, window=WINDOW)
 
         return Compression(ratio=schedule.ratio, compact=compact, least=SINKS + WINDOW)
+
+    def count_compilations_from_now(self) -> None:
+        """Compilations are counted by the process: those of rows that start later are no fault of this one's."""
+        self._compiled_at_start = compat.compilations()
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks; what runs goes on."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.loading import Progress
+from omni_jax.engine.rows import Rows
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, modalities_of, pack_part
@@ -65,7 +66,9 @@ class LLM:
     """
 
     def __init__(self, model_dir: Path | str, *, progress: Progress | None = None, **options: Any):
-        self.engine = Engine(EngineConfig(model_dir=model_dir, **options), progress)
+        config = EngineConfig(model_dir=model_dir, **options)
+        self.engine = (Engine if config.data_parallel_size == 1 else Rows)(config, progress)
+        self._rows = config.data_parallel_size
         self.info, self.tokenizer = self.engine.info, self.engine.tokenizer
         self._names = itertools.count()
         self._deltas: dict[str, collections.deque[Delta]] = {}  # of each live request, until its caller reads them
@@ -167,7 +170,7 @@ class LLM:
         unfinished = 0  # continuations in the engine
         try:
             while waiting or unfinished:
-                while waiting and unfinished < QUEUED * self.info.max_num_seqs:
+                while waiting and unfinished < QUEUED * self._rows * self.info.max_num_seqs:
                     unfinished += waiting[0].params.n
                     self._add(waiting.popleft())
                 unfinished -= sum(d.finish_reason is not None for d in self._step() if d.request_id in own)

@@ -24,7 +24,7 @@ from omni_jax.models import ModelConfig, VisionConfig, Weights, load_weights, mo
 from omni_jax.models.axis import MODEL
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
 from omni_jax.runtime.executables import Job, compile_all
-from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, sharding_of
+from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, part_of, rows_of, sharding_of
 from omni_jax.runtime.state import block_bytes, round_pages
 from omni_jax.scheduling import default_buckets, patch_buckets
 
@@ -50,8 +50,8 @@ class Loaded:
     eos_token_ids: frozenset[int]
 
 
-def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """Loads, sizes and compiles.
+def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -> Loaded:
+    """Loads, sizes and compiles, on the devices of a data row.
 
     Raises:
         CheckpointError, UnsupportedModel: the directory is not usable.
@@ -60,7 +60,8 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     report = progress or (lambda *_: None)
     compat.use_compilation_cache(Path(config.compilation_cache_dir or _default_cache()))
     compat.count_compilations()
-    mesh = make_mesh(jax.devices(), model=config.tensor_parallel_size)
+    whole = make_mesh(jax.devices(), data=config.data_parallel_size, model=config.tensor_parallel_size)
+    mesh = rows_of(whole)[row]
     device = mesh.devices.flat[0]
     checkpoint = Checkpoint(config.model_dir)
     tokenizer = Tokenizer.from_directory(Path(config.model_dir), chat_template=config.chat_template)
@@ -82,7 +83,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     encoder = _encoder(config, vision, device) if vision else None
     kernels, fallbacks = choose_kernels(
         config.attention_backend,
-        model,
+        part_of(model, mesh.shape[MODEL]),
         device,
         block_size=_block_size(config, device),
         dtype=dtype,
@@ -244,7 +245,9 @@ def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, siz
     """Bytes of a device that the cache may take."""
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        return min(2 * GIB, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        # Its devices, and the other rows', have one memory.
+        return min(2 * GIB, free // config.data_parallel_size) // config.tensor_parallel_size
     limit = device.memory_stats()["bytes_limit"]
     total = int(limit / config.gpu_memory_utilization)  # the allocator was given that share before JAX was imported
     runner = Runner(model, weights, dataclasses.replace(sizes, num_pages=16), mesh)

@@ -1,7 +1,9 @@
 """What the engine counts. Plain numbers; the serving floor turns them into Prometheus metrics."""
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from omni_jax.memory import PoolUsage
 from omni_jax.memory.host_tier import HostTierStats
@@ -77,3 +79,44 @@ class EngineStats:
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
     tokens_dropped: int = 0
+
+
+_MEANS = ("kv_cache_usage", "encoder_cache_usage")  # shares of things of which every row has as many
+_OF_THE_PROCESS = ("compiles_after_warmup", "block_size")  # the same for all rows
+
+
+def total(rows: Sequence[EngineStats]) -> EngineStats:
+    """What data rows count together. Of the latest steps those of all rows, one row after another."""
+    return rows[0] if len(rows) == 1 else _total(rows)
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    """Of dataclasses of one kind, field by field."""
+    return dataclasses.replace(
+        parts[0],
+        **{
+            field.name: _added(field.name, [getattr(part, field.name) for part in parts])
+            for field in dataclasses.fields(parts[0])
+        },
+    )
+
+
+def _added(name: str, values: list[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    first = known[0]
+    if name in _OF_THE_PROCESS:
+        return max(known)
+    if name in _MEANS:
+        return sum(known) / len(known)
+    if isinstance(first, Mapping):
+        counts = collections.Counter()
+        for value in known:
+            counts.update(value)
+        return {key: counts[key] for value in known for key in value}
+    if isinstance(first, tuple):
+        return tuple(item for value in known for item in value)
+    if dataclasses.is_dataclass(first):
+        return _total(known)
+    return sum(known)

@@ -17,15 +17,21 @@ GIB = 1 << 30
 logger = logging.getLogger(__name__)
 
 
-def open_tier(config: EngineConfig, info: EngineInfo, block_bytes: int) -> HostTier | None:
-    """The host tier that the settings ask for, if any."""
+def open_tier(config: EngineConfig, info: EngineInfo, block_bytes: int, row: int = 0) -> HostTier | None:
+    """The host tier of a data row that the settings ask for, if any."""
     if not config.swap_space or config.preemption_mode == "recompute":
         return None
-    depends_on = (info.model_dir, info.architecture, info.dtype, config.kv_cache_dtype, info.block_size, block_bytes)
+    directory = None if config.swap_dir is None else Path(config.swap_dir)
+    if directory is not None and config.data_parallel_size > 1:
+        directory /= f"row-{row}"
+    depends_on = (
+        *(info.model_dir, info.architecture, info.dtype, config.kv_cache_dtype, info.block_size, block_bytes),
+        config.tensor_parallel_size,  # devices' parts lie one after another
+    )
     return HostTier(
         block_bytes=block_bytes,
         capacity_bytes=int(config.swap_space * GIB),
-        directory=None if config.swap_dir is None else Path(config.swap_dir),
+        directory=directory,
         disk_bytes=int(config.swap_dir_space * GIB),
         num_threads=config.num_swap_threads,
         layout=hashlib.blake2b(repr(depends_on).encode(), digest_size=16).digest(),

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from omni_jax.runtime.sharding import WHOLE, placed, spread
 
+_stack_size = threading.Lock()  # it is the process's, and data rows compile at the same time
 _STACK_BYTES = 64 << 20  # XLA recurses deeply over unrolled layers; a thread's 8 MiB have overflowed in other engines
 
 Key = tuple[str | int, ...]
@@ -106,20 +107,21 @@ def compile_all(
         return Executable(key=job.key, compiled=compiled, seconds=time.perf_counter() - begin)
 
     executables: dict[Key, Executable] = {}
-    previous = threading.stack_size(_STACK_BYTES)
-    try:
-        with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            # The largest first: they take longest, and an error in them is found before the small ones were compiled.
-            futures = [pool.submit(one, job) for job in jobs]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        # The largest first: they take longest, and an error in them is found before the small ones were compiled.
+        with _stack_size:
+            previous = threading.stack_size(_STACK_BYTES)
             try:
-                for future in concurrent.futures.as_completed(futures):
-                    executable = future.result()
-                    executables[executable.key] = executable
-                    if progress:
-                        progress(executable, len(executables), len(jobs))
+                futures = [pool.submit(one, job) for job in jobs]
             finally:
-                for future in futures:
-                    future.cancel()  # after an error: those not begun; nothing otherwise
-    finally:
-        threading.stack_size(previous)
+                threading.stack_size(previous)
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                executable = future.result()
+                executables[executable.key] = executable
+                if progress:
+                    progress(executable, len(executables), len(jobs))
+        finally:
+            for future in futures:
+                future.cancel()  # after an error: those not begun; nothing otherwise
     return executables

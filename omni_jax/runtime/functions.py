@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.paged_attention import PagedBatch, PagedKernels, paged_attention, write_pages
+from kernels_pallas.paged_attention import PagedBatch, PagedKernels, paged_attention, write_kv
 from omni_jax.models import ModelConfig, Split
 from omni_jax.models.axis import ALONE, ModelAxis
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
@@ -144,12 +144,20 @@ def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, 
         pages = list(pool)
 
         def attend(layer, query, key, value):
-            pages[2 * layer] = write_pages(pages[2 * layer], key, page, offset)
-            pages[2 * layer + 1] = write_pages(pages[2 * layer + 1], value, page, offset)
-            return paged_attention(
-                query,
+            keys, values = write_kv(
                 pages[2 * layer],
                 pages[2 * layer + 1],
+                key,
+                value,
+                page,
+                offset,
+                implementation=shapes.kernels.write,
+            )
+            pages[2 * layer], pages[2 * layer + 1] = keys, values
+            return paged_attention(
+                query,
+                keys,
+                values,
                 batch,
                 scale=config.head_dim**-0.5,
                 implementation=shapes.kernels.decode if decode else shapes.kernels.mixed,

@@ -132,6 +132,17 @@ def fit(config: ModelConfig, devices: int) -> ModelConfig:
     return dataclasses.replace(config, num_key_value_heads=config.num_key_value_heads * repeats, kv_repeats=repeats)
 
 
+def part_of(config: ModelConfig, devices: int) -> ModelConfig:
+    """What one device of a row computes of a model that `fit`: its heads, and the vocabulary and inner width it has."""
+    return dataclasses.replace(
+        config,
+        num_attention_heads=config.num_attention_heads // devices,
+        num_key_value_heads=config.num_key_value_heads // devices,
+        intermediate_size=config.intermediate_size // devices,
+        vocab_size=config.vocab_size // devices,
+    )
+
+
 def _misfits(config: ModelConfig, devices: int) -> list[str]:
     kv_heads = config.num_key_value_heads
     sizes = {

@@ -30,6 +30,11 @@ class Histogram:
         self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 
+    def merge(self, other: "Histogram") -> None:
+        """Adds what another has counted."""
+        self.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
 
 def request_figures(requests: "Sequence[RequestRecord]") -> dict[str, Any]:
     """Of requests: by class and by priority, the rarest priorities together."""

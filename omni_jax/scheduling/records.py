@@ -392,6 +392,27 @@ class Recorder:
                 merged.append((began, ended))
         return merged
 
+    @classmethod
+    def merged(cls, parts: "Iterable[Recorder]") -> "Recorder":
+        """What several have written down, put together: a copy, to be read."""
+        whole, requests, ended = cls(), [], []
+        for part in parts:
+            with part._lock:
+                requests += part._requests
+                ended += part._ended
+                whole._num_requests += part._num_requests
+                whole._num_segments += part._num_segments
+                for key, found in part._histograms.items():
+                    whole._histograms.setdefault(key, Histogram()).merge(found)
+            whole.pauses += part.pauses
+            whole.resumes += part.resumes
+            whole.blocks_taken += part.blocks_taken
+            for cause, count in part.preemptions.items():
+                whole.preemptions[cause] += count
+        whole._requests.extend(sorted(requests, key=lambda record: record.ended_at))
+        whole._ended.extend(sorted(ended, key=lambda record: record.ended_at))
+        return whole
+
     # -- what it comes to ---------------------------------------------------------------------------------------------
 
     def attainment(self) -> dict[Modality, dict[Objective, float]]:

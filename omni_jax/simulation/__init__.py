@@ -1,8 +1,8 @@
 """The scheduler on a virtual clock: what would happen, with a cost model in the place of a device."""
 
+from omni_jax.scheduling.router import ROUTERS, LeastLoaded, PrefixAware, RoundRobin, Router, make_router
 from omni_jax.simulation.gpu import GpuReplica, gpu_replica
 from omni_jax.simulation.replica import Piece, ReplicaConfig, Step
-from omni_jax.simulation.router import ROUTERS, LeastLoaded, PrefixAware, RoundRobin, Router, make_router
 from omni_jax.simulation.simulator import SimulationResult, prepare, simulate, simulate_requests
 from omni_jax.simulation.texts import WordTokenizer
 from omni_jax.simulation.workload import (

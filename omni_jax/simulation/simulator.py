@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, cast
 from omni_jax.cost import CostModel
 from omni_jax.requests import Request
 from omni_jax.scheduling.records import Record, Recorder, RequestRecord, SegmentRecord
+from omni_jax.scheduling.router import Router, make_router
 from omni_jax.segments import Policy, make_policy, prompt_view, with_deadlines
 from omni_jax.simulation.replica import Replica, ReplicaConfig, Step
-from omni_jax.simulation.router import Router, make_router
 from omni_jax.simulation.texts import WordTokenizer
 from omni_jax.simulation.workload import Arrival, build
 
@@ -68,7 +68,7 @@ def simulate(
         arrivals: in any order.
         replica: how each of them is started.
         cost: how long a device takes (TableCost of a machine, Roofline of a GPU). A scheduler asks it too.
-        router: one of router.ROUTERS, or an own one.
+        router: one of scheduling.router.ROUTERS, or an own one.
         tokenizer: of the texts; made-up words without one.
         vision: how pictures become patches; needed where there are some.
         seed: of the noise in the steps' seconds, if the replica has any.

@@ -1,9 +1,6 @@
 """The rules, and everything of on_eight_devices.py, which needs a process with eight devices."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -13,17 +10,11 @@ import pytest
 from omni_jax.models import abstract_weights, model_config
 from omni_jax.runtime.sharding import RULES, fit, make_mesh, rows_of, sharding_of, spec_of
 from tests import tiny, tiny_vl
+from tests.virtual_devices import passes_on_eight_devices
 
-FLAGS = "--xla_force_host_platform_device_count=8"
 
-
-@pytest.mark.parametrize("file", ["on_eight_devices.py"])
-def test_on_eight_virtual_devices(file):
-    """The number of devices is fixed when JAX starts: hence another process."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))]
-    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
+def test_on_eight_virtual_devices():
+    passes_on_eight_devices(Path(__file__).with_name("on_eight_devices.py"))
 
 
 def test_every_parameter_of_every_model_has_a_rule():

@@ -162,6 +162,9 @@ class FakeEngine:
         if self.dead:
             raise EngineError(self.dead)
 
+    def row_stats(self) -> tuple[EngineStats, ...]:
+        return (self.stats(),)
+
     def stats(self) -> EngineStats:
         running = sum(1 for stream in self._live.values() for task in stream.tasks if not task.done())
         return dataclasses.replace(self._stats, num_requests_running=running, kv_cache_usage=running / 64)

@@ -1,4 +1,4 @@
-"""Which replica of a fleet gets a request."""
+"""Which replica of a fleet, or which data row of an engine, gets a request."""
 
 import collections
 import hashlib

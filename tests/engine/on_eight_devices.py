@@ -1,0 +1,208 @@
+"""Two data rows of two virtual devices behind one front; run by test_rows.py."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import threading
+from unittest import mock
+
+import jax
+import pytest
+
+from omni_jax import LLM
+from omni_jax.engine import engine as engine_module
+from omni_jax.engine import loading
+from omni_jax.engine.async_engine import AsyncEngine
+from omni_jax.engine.config import EngineConfig
+from omni_jax.requests import EngineError, InvalidRequest
+from omni_jax.runtime import runner as runner_module
+from omni_jax.scheduling import Buckets
+from tests import tiny
+from tests.engine.test_async_engine import collect, idle
+from tests.engines import Setup, checkpoint, compile_tiny, greedy, make_engine, one_process_at_a_time, request, run
+
+SETUP = Setup(variant="eight_heads", decode=(8,), mixed=(64,))
+MESH = {"data_parallel_size": 2, "tensor_parallel_size": 2}
+LOADED = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rows():
+    """What each row loads is compiled once, and its device state is fresh for each engine."""
+    config = SETUP.config(checkpoint(SETUP.variant), **MESH)
+    buckets = Buckets(decode=SETUP.decode, mixed=SETUP.mixed)
+    with (
+        one_process_at_a_time(),
+        mock.patch.object(loading, "default_buckets", return_value=buckets),
+        mock.patch.object(runner_module, "VARIANTS", SETUP.heads),
+    ):
+        for row in range(2):
+            LOADED[row] = loading.load(config, None, row)
+
+    one_device()  # compiled here, for compilations are counted
+
+    def again(config, progress, row):
+        LOADED[row].runner.reset()
+        return LOADED[row]
+
+    with mock.patch.object(engine_module, "load", side_effect=again):
+        yield LOADED
+
+
+@contextlib.asynccontextmanager
+async def started(**options):
+    engine = AsyncEngine(EngineConfig(model_dir=checkpoint(SETUP.variant), **MESH, **options))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def requests(count, **params):
+    return [request(f"r{n}", [7 + n, *tiny.prompt(20 + 9 * n)], greedy(max_tokens=20, **params)) for n in range(count)]
+
+
+def expected(items):
+    """Tokens by an engine of one device."""
+    return {key: answer.tokens for key, answer in run(make_engine(one_device()), *items).items()}
+
+
+@functools.cache
+def one_device():
+    return compile_tiny(SETUP)
+
+
+def devices(row):
+    return {device for array in jax.tree.leaves(LOADED[row].runner._pool) for device in array.sharding.device_set}
+
+
+def test_rows_have_devices_of_their_own():
+    for row in range(2):
+        LOADED[row].runner.reset()
+        assert devices(row) == set(jax.devices()[2 * row : 2 * row + 2])
+        weights = LOADED[row].runner._weights
+        assert {d for leaf in weights.arrays for d in leaf.sharding.device_set} == devices(row)
+
+
+async def test_answers_are_those_of_one_row_and_both_rows_work():
+    items = requests(10)
+    async with started() as engine:
+        streams = [engine.submit(item) for item in items]
+        answers = await asyncio.gather(*map(collect, streams))
+        assert {(item.id, 0): a[0].tokens for item, a in zip(items, answers, strict=True)} == expected(items)
+        await idle(engine)
+        each, both = engine.row_stats(), engine.stats()
+        assert all(stats.steps > 0 and stats.generation_tokens > 0 for stats in each)
+        assert both.generation_tokens == sum(stats.generation_tokens for stats in each) == 200
+        assert both.requests_finished["length"] == 10
+        assert both.compiles_after_warmup == 0
+        assert engine.recorder.summary()["requests"]["finished"] == 10
+        engine.check_health()
+
+
+async def test_requests_with_a_known_beginning_go_to_the_row_that_has_it():
+    beginning = tiny.prompt(64)
+    async with started() as engine:
+        for n in range(2):  # one for each row
+            streams = [engine.submit(request(f"{n} {k}", [5 + k, *beginning], greedy(max_tokens=4))) for k in range(2)]
+            await asyncio.gather(*map(collect, streams))
+            if not n:
+                assert [stats.requests_finished["length"] for stats in engine.row_stats()] == [1, 1]
+        assert [stats.prefix_hits["text"] for stats in engine.row_stats()] == [64, 64]
+        before = [stats.requests_finished["length"] for stats in engine.row_stats()]
+        for k in range(3):
+            await collect(engine.submit(request(f"more {k}", [6, *beginning, 9 + k], greedy(max_tokens=4))))
+        after = [stats.requests_finished["length"] for stats in engine.row_stats()]
+        assert [new - old for new, old in zip(after, before, strict=True)] == [0, 3]
+
+
+async def test_new_beginnings_go_to_the_row_that_has_least():
+    async with started() as engine:
+        streams = [engine.submit(item) for item in requests(6)]
+        # Prompts of 21, 30, 39, 48, 57 and 66 tokens, in this order.
+        assert list(engine._front._loads.values()) == [21 + 39 + 57, 30 + 48 + 66]
+        await asyncio.gather(*map(collect, streams))
+        await idle(engine)
+        assert set(engine._front._loads.values()) == {0}
+        assert not engine._front._live
+
+
+async def test_abort_reaches_the_row():
+    async with started() as engine:
+        streams = [engine.submit(item) for item in requests(4, ignore_eos=True)]
+        for stream in streams:
+            await anext(stream)
+        for n in range(4):
+            engine.abort(f"r{n}")
+        for stream in streams:
+            assert (await collect(stream))[0].finish_reason == "abort"
+        await idle(engine)
+        assert engine.stats().requests_finished["abort"] == 4
+        assert set(engine._front._loads.values()) == {0}
+
+
+async def test_an_id_in_use_on_another_row_is_refused():
+    async with started() as engine:
+        first = engine.submit(requests(1)[0])
+        with pytest.raises(InvalidRequest, match="'r0'"):
+            engine.submit(requests(1)[0])
+        await collect(first)
+
+
+async def test_a_row_that_dies_ends_its_own_requests_and_health_names_it():
+    def broken(*arguments):
+        raise RuntimeError("the device is gone")
+
+    items = requests(6)
+    executables = LOADED[1].runner._executables
+    async with started() as engine:
+        with mock.patch.dict(executables, {key: broken for key in executables if key[0] in ("mixed", "decode")}):
+            answers = await asyncio.gather(*[collect(engine.submit(item)) for item in items])
+        ends = [answer[0].finish_reason for answer in answers]
+        assert sorted(set(ends)) == ["error", "length"]
+        with pytest.raises(EngineError, match="data row 1: the engine has stopped: 2 steps in a row failed"):
+            engine.check_health()
+        more = await asyncio.gather(
+            *[collect(engine.submit(dataclasses.replace(item, id=f"again {item.id}"))) for item in items]
+        )
+        assert {(item.id, 0): answer[0].tokens for item, answer in zip(items, more, strict=True)} == expected(items)
+        await idle_row(engine, 0)
+        assert engine._front._loads[engine._front.rows[0]] == 0
+
+
+async def idle_row(engine, row):
+    while (stats := engine.row_stats()[row]).num_requests_running or stats.num_requests_waiting:
+        await asyncio.sleep(0.005)
+
+
+async def test_a_row_that_cannot_start_stops_all():
+    def fails(config, progress, row):
+        if row:
+            raise ValueError("no room for a KV cache")
+        return LOADED[0]
+
+    with (
+        mock.patch.object(engine_module, "load", side_effect=fails),
+        pytest.raises(ValueError, match="no room for a KV cache"),
+    ):
+        async with started():
+            pass
+    for thread in threading.enumerate():
+        if thread.name == "engine":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_llm_answers_in_order_over_two_rows():
+    llm = LLM(checkpoint(SETUP.variant), **MESH)
+    items = requests(9)
+    outputs = llm.generate([list(item.prompt_ids) for item in items], greedy(max_tokens=20))
+    found = {(item.id, 0): list(output.outputs[0].token_ids) for item, output in zip(items, outputs, strict=True)}
+    assert found == expected(items)
+    assert all(stats.steps > 0 for stats in llm.engine.row_stats())
+    stream = llm.stream("hello", greedy(max_tokens=400))
+    next(stream)
+    stream.close()
+    llm.engine.close()
