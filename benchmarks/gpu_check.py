@@ -121,7 +121,7 @@ def run_here(name: str, args: argparse.Namespace) -> int:
         scratch=args.scratch,
         ceilings=so_far.get("ceilings", {}).get("facts", {}),
     )
-    keep_programs(args.scratch)
+    keep_programs(args.programs or args.scratch / "xla")
     section.state(**describe_device())
     module, _, function = SECTIONS[name].function.partition(":")
     run: Callable[[Section], None] = getattr(importlib.import_module(module), function)
@@ -131,6 +131,7 @@ def run_here(name: str, args: argparse.Namespace) -> int:
 
 def _command(name: str, args: argparse.Namespace, seconds: float, scratch: Path) -> list[str]:
     words = ["--child", name, "--child-s", str(seconds), "--scratch", str(scratch), "--out", str(args.out)]
+    words += ["--programs", str(args.programs)] if args.programs else []
     return [sys.executable, "-m", "benchmarks.gpu_check", *words, *(["--dry-run"] if args.dry_run else [])]
 
 
@@ -140,14 +141,21 @@ def _file(out: Path, name: str) -> Path:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="what only a GPU can tell, in ten minutes")
-    parser.add_argument("--out", type=lambda text: Path(text).resolve(), default=Path(".").resolve(), metavar="DIR")
+    parser.add_argument("--out", type=_path, default=Path(".").resolve(), metavar="DIR", help="of the results")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=f"seconds for all of it: {BUDGET_S:.0f}")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="in this order")
     parser.add_argument("--dry-run", action="store_true", help="every line of it, on a CPU, with tiny sizes")
+    parser.add_argument(
+        "--programs", type=_path, metavar="DIR", help="keep compiled programs there, for the next run; else for none"
+    )
     parser.add_argument("--child", choices=list(SECTIONS), help=argparse.SUPPRESS)
     parser.add_argument("--child-s", type=float, default=BUDGET_S, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def _path(text: str) -> Path:
+    return Path(text).resolve()  # children have a working directory of their own
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 from safetensors.numpy import save_file
 
 from benchmarks.gpu_check_section import Section
@@ -22,7 +23,7 @@ ALONE = 3  # requests, one after another
 
 def engine(section: Section) -> None:
     """Rows of workloads; start-up and kernels as facts."""
-    prompt, output, together, seqs = (24, 8, 6, 4) if section.dry_run else (512, 128, 192, 64)
+    prompt, output, together, seqs = (24, 8, 4, 2) if section.dry_run else (512, 128, 192, 64)
     directory = _model(section.scratch / "model", TINY if section.dry_run else QWEN2)
     begin = time.perf_counter()
     engine = Engine(
@@ -30,10 +31,10 @@ def engine(section: Section) -> None:
             model_dir=directory,
             dtype="bfloat16",
             max_num_seqs=seqs,
-            max_num_batched_tokens=32 if section.dry_run else 2048,
+            max_num_batched_tokens=16 if section.dry_run else 2048,
             max_model_len=64 if section.dry_run else 4096,
             kv_cache_memory_bytes=1 << 20 if section.dry_run else None,
-            compilation_cache_dir=section.scratch / "xla",
+            compilation_cache_dir=jax.config.values["jax_compilation_cache_dir"],
             enable_prefix_caching=False,
             seed=0,
         ),

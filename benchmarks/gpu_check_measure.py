@@ -23,6 +23,7 @@ from omni_jax import compat
 
 LOOP_SECONDS = 0.03
 ROUNDS = 5
+WITHIN_SECONDS = 15.0  # of all rounds: a case that is far slower than thought must not take the others' time
 MOST_CALLS = 2000  # in a loop
 Item = TypeVar("Item")
 
@@ -41,9 +42,9 @@ def describe_device() -> dict[str, Any]:
     }
 
 
-def keep_programs(scratch: Path) -> None:
-    """Compiled programs go to `scratch`, where later sections find them."""
-    compat.use_compilation_cache(scratch / "xla")
+def keep_programs(directory: Path) -> None:
+    """Compiled programs go there, where later sections find them."""
+    compat.use_compilation_cache(directory)
 
 
 def calls_for(floor_seconds: float, *, dry_run: bool) -> int:
@@ -51,7 +52,7 @@ def calls_for(floor_seconds: float, *, dry_run: bool) -> int:
     return 2 if dry_run else max(4, min(MOST_CALLS, int(LOOP_SECONDS / max(floor_seconds, 1e-9))))
 
 
-def loop(step: Callable[[jax.Array, Any], Any], count: int) -> Callable:
+def loop(step: Callable, count: int) -> Callable:
     """(state, *rest) -> state after `count` times `step(i, state, *rest)`. The trip count is known to the compiler, so
     that the device does not wait for the host between the trips."""
 
@@ -72,10 +73,16 @@ def compile_each(jobs: Iterable[tuple[Item, Callable[[], Any]]]) -> Iterable[tup
             yield item, future.result() if error is None else error
 
 
-def in_turn(calls: Mapping[Item, Callable[[], Any]], *, rounds: int = ROUNDS) -> dict[Item, float]:
-    """Median seconds of each call, which is waited for. One round comes first that does not count."""
+def in_turn(
+    calls: Mapping[Item, Callable[[], Any]], *, rounds: int = ROUNDS, within: float = WITHIN_SECONDS
+) -> dict[Item, float]:
+    """Median seconds of each call, which is waited for. One round comes first that does not count. After `within`
+    seconds no other round is begun, if there was one that counts."""
     seconds: dict[Item, list[float]] = {name: [] for name in calls}
+    start = time.perf_counter()
     for number in range(rounds + 1):
+        if number > 1 and time.perf_counter() - start > within:
+            break
         for name, call in calls.items():
             begin = time.perf_counter()
             jax.block_until_ready(call())

@@ -1,0 +1,151 @@
+"""The check that will run on a GPU for ten minutes: that it runs at all, and that nothing takes the rest along."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check_report import markdown, targets
+from benchmarks.gpu_check_section import Section
+from tests.engines import CACHE
+
+
+def test_a_dry_run_runs_every_section(tmp_path, capsys):
+    programs = str(CACHE.with_name("xla-gpu-check"))
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--budget-s", "900", "--programs", programs]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_check.json", "gpu_check.md"]
+    document = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert list(document["sections"]) == list(gpu_check.SECTIONS)
+    for name, section in document["sections"].items():
+        assert section["error"] is None, name
+        assert section["rows"], name
+        assert not [row for row in section["rows"] if "error" in row], name
+        assert "left_out" not in section["facts"], name
+    found = {row["implementation"]: row["failures"] for row in document["sections"]["numerics"]["rows"]}
+    assert (found["reference"], found["triton"]) == ({}, {})
+    assert "unsupported" in found["no such device"]
+    report = (tmp_path / "gpu_check.md").read_text()
+    assert "the figures mean nothing" in report
+    assert report in capsys.readouterr().out
+
+
+# -- what becomes of the rest -----------------------------------------------------------------------------------------
+
+WRITES = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'facts': {'a': 1}, 'rows': [{'b': 2}]})); "
+
+
+@pytest.mark.parametrize(
+    ("then", "seconds", "error"),
+    [
+        ("sys.exit(0)", 30, None),
+        ("sys.exit(3)", 30, "exit code 3"),
+        ("import os; os.abort()", 30, "exit code -6"),
+        ("import time; time.sleep(60)", 1.5, "stopped after 2 s"),
+    ],
+)
+def test_what_was_written_stays_however_a_section_ends(tmp_path, then, seconds, error):
+    file = tmp_path / "section.json"
+    begin = time.monotonic()
+    found = gpu_check.run_child([sys.executable, "-c", WRITES + then, str(file)], file, seconds)
+    assert (found["facts"], found["rows"], found["error"]) == ({"a": 1}, [{"b": 2}], error)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_section_that_wrote_nothing_is_empty(tmp_path):
+    found = gpu_check.run_child([sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "none.json", 30)
+    assert (found["facts"], found["rows"], found["error"]) == ({}, [], "exit code 1")
+
+
+def test_others_follow_one_that_fails_and_get_its_time(tmp_path, monkeypatch):
+    shares = {}
+
+    def run_child(command, file, seconds):
+        name = command[command.index("--child") + 1]
+        shares[name] = seconds
+        return {"facts": {}, "rows": [], "seconds": 0.0, "error": "exit code 1" if name == "decode" else None}
+
+    monkeypatch.setattr(gpu_check, "run_child", run_child)
+    assert gpu_check.main(["--out", str(tmp_path), "--budget-s", "280"]) == 1
+    assert list(shares) == list(gpu_check.SECTIONS)
+    assert shares["ceilings"] == pytest.approx(20, abs=1)
+    assert shares["engine"] == pytest.approx(280, abs=5)  # nobody before it used any
+    report = (tmp_path / "gpu_check.md").read_text()
+    assert report.count("It did not end well: exit code 1.") == 1
+
+
+def test_sections_are_chosen_and_a_wrong_one_is_a_usage_error(tmp_path, monkeypatch):
+    seen = []
+
+    def run_child(command, file, seconds):
+        seen.append(command[command.index("--child") + 1])
+        return {"facts": {}, "rows": [], "seconds": 0.0, "error": None}
+
+    monkeypatch.setattr(gpu_check, "run_child", run_child)
+    assert gpu_check.main(["--out", str(tmp_path), "--sections", "engine", "decode"]) == 0
+    assert seen == ["engine", "decode"]
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--out", str(tmp_path), "--sections", "training"])
+
+
+def test_a_section_begins_nothing_it_has_no_time_for(tmp_path):
+    section = Section(
+        file=tmp_path / "s.json", dry_run=True, deadline=time.monotonic() + 100, scratch=tmp_path, ceilings={}
+    )
+    assert section.has_time(10, for_="this")
+    assert not section.has_time(200, for_="that")
+    section.add(b=2)
+    assert json.loads((tmp_path / "s.json").read_text()) == {"facts": {"left_out": ["that"]}, "rows": [{"b": 2}]}
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def attention(case, share, *, rows=64, context=2048, implementation="triton", **more):
+    settings = {"table": "cases", "settings": None, "shape": "7B", "queries": 1, "microseconds": 10.0, "rate": 3.0}
+    same = {"case": case, "rows": rows, "context": context, "implementation": implementation, "share": share}
+    return settings | same | more
+
+
+def section(*rows, **facts):
+    return {"facts": facts, "rows": list(rows), "seconds": 1.0, "error": None}
+
+
+def test_targets_are_held_against_what_was_found():
+    sections = {
+        "decode": section(
+            attention("a", 0.9),
+            attention("b", 0.6),
+            attention("b", 0.8, implementation="mosaic"),  # the better kernel counts
+            attention("c", 0.1, context=512),  # too short to count
+            attention("d", 0.5, rows=1),
+            attention("e", 0.01, implementation="xla"),
+            {"table": "cases", "case": "f", "error": "RESOURCE_EXHAUSTED"},
+        ),
+        "prefill": section(
+            attention("g", 0.4, rows=1, context=16384, queries=16384, rate=351.0),
+            attention("h", 0.4, rows=1, context=16384, queries=16384, rate=999.0, shape="0.5B"),
+        ),
+        "steps": section({"model": "Qwen2.5-7B", "step": "decode of 64", "times_roofline": 1.3}),
+        "engine": section(
+            {"workload": "one request at a time", "host_gap": 0.5}, {"workload": "192", "host_gap": 0.02}
+        ),
+    }
+    found = [(row["found"], row["verdict"]) for row in targets(sections)]
+    assert found == [(0.5, "missed"), (0.8, "reached"), (351.0, "reached"), (1.3, "missed"), (0.02, "reached")]
+    assert {row["verdict"] for row in targets({})} == {"not measured"}
+
+
+def test_a_report_of_what_went_wrong():
+    wrong = {"case": "head 64", "implementation": "triton", "failures": {"decode": "off by 1"}}
+    candidate = attention("a", 0.5, table="candidates", settings={"key_tile": 32, "num_warps": 4})
+    failed = {"table": "cases", "case": "b", "implementation": "mosaic", "settings": None, "error": "a | b\nc"}
+    sections = {"numerics": section(wrong), "decode": section(attention("a", None), failed, candidate)}
+    sections["decode"] |= {"error": "stopped after 9 s", "facts": {"left_out": ["cases of 8B"]}}
+    report = markdown({"dry_run": False, "sections": sections})
+    assert "| head 64 | triton | **wrong:** decode: off by 1 |" in report
+    assert "It did not end well: stopped after 9 s." in report
+    assert "Left out for want of time: cases of 8B." in report
+    assert "| b | mosaic |  |  |  | a \\| b c |" in report
+    assert "| a | key_tile 32, num_warps 4 | 10 | 3 | 0.5 |" in report
