@@ -110,7 +110,8 @@ def run_here(name: str, args: argparse.Namespace) -> int:
     if args.dry_run:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: a GPU is left alone
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    from benchmarks.gpu_check_measure import describe_device, keep_programs
+    from benchmarks.gpu_check_measure import describe_device
+    from omni_jax.compat import use_compilation_cache
 
     document = args.out / "gpu_check.json"
     so_far = json.loads(document.read_text())["sections"] if document.exists() else {}
@@ -119,9 +120,10 @@ def run_here(name: str, args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
         deadline=time.monotonic() + MARGIN * args.child_s,
         scratch=args.scratch,
+        programs=args.programs or args.scratch / "xla",
         ceilings=so_far.get("ceilings", {}).get("facts", {}),
     )
-    keep_programs(args.programs or args.scratch / "xla")
+    use_compilation_cache(section.programs)
     section.state(**describe_device())
     module, _, function = SECTIONS[name].function.partition(":")
     run: Callable[[Section], None] = getattr(importlib.import_module(module), function)

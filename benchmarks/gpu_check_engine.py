@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
 from safetensors.numpy import save_file
 
 from benchmarks.gpu_check_section import Section
@@ -34,7 +33,7 @@ def engine(section: Section) -> None:
             max_num_batched_tokens=16 if section.dry_run else 2048,
             max_model_len=64 if section.dry_run else 4096,
             kv_cache_memory_bytes=1 << 20 if section.dry_run else None,
-            compilation_cache_dir=jax.config.values["jax_compilation_cache_dir"],
+            compilation_cache_dir=section.programs,
             enable_prefix_caching=False,
             seed=0,
         ),

@@ -13,13 +13,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 from jax import lax
-
-from omni_jax import compat
 
 LOOP_SECONDS = 0.03
 ROUNDS = 5
@@ -40,11 +37,6 @@ def describe_device() -> dict[str, Any]:
             "python": sys.version.split()[0],
         },
     }
-
-
-def keep_programs(directory: Path) -> None:
-    """Compiled programs go there, where later sections find them."""
-    compat.use_compilation_cache(directory)
 
 
 def calls_for(floor_seconds: float, *, dry_run: bool) -> int:

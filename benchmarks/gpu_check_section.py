@@ -16,7 +16,8 @@ class Section:
         file: what is written.
         dry_run: on a CPU, tiny.
         deadline: on time.monotonic; nothing new is begun behind it.
-        scratch: a directory for models and compiled programs, shared by the sections and removed at the end.
+        scratch: a directory for models, removed at the end.
+        programs: a directory for compiled programs, which later sections find there.
         ceilings: facts of the section "ceilings", empty if it did not get there.
     """
 
@@ -24,6 +25,7 @@ class Section:
     dry_run: bool
     deadline: float
     scratch: Path
+    programs: Path
     ceilings: dict[str, Any]
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)

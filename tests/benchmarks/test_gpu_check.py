@@ -90,9 +90,8 @@ def test_sections_are_chosen_and_a_wrong_one_is_a_usage_error(tmp_path, monkeypa
 
 
 def test_a_section_begins_nothing_it_has_no_time_for(tmp_path):
-    section = Section(
-        file=tmp_path / "s.json", dry_run=True, deadline=time.monotonic() + 100, scratch=tmp_path, ceilings={}
-    )
+    places = {"file": tmp_path / "s.json", "scratch": tmp_path, "programs": tmp_path}
+    section = Section(**places, dry_run=True, deadline=time.monotonic() + 100, ceilings={})
     assert section.has_time(10, for_="this")
     assert not section.has_time(200, for_="that")
     section.add(b=2)
