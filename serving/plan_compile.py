@@ -76,12 +76,12 @@ def compiled_programs(
 
 
 def _largest(jobs: list[Job]) -> Iterator[Job]:
-    """Bodies, the head that does most, and the tower's. All heads but that do less, score no more than SCORE_CHUNK rows
-    at once, and admit and history touch little."""
+    """Bodies, the head that does most, what scores prompts, and the tower's. Other heads do less than that one, admit
+    and history touch little."""
     seen = set()
     for job in jobs:  # the largest of a kind comes first
         kind = tuple(part for part in job.key if isinstance(part, str))
-        if kind not in seen and (kind[0] in ("mixed", "decode", "encode") or kind == ("head", "full")):
+        if kind not in seen and (kind[0] in ("mixed", "decode", "score", "encode") or kind == ("head", "full")):
             seen.add(kind)
             yield job
 

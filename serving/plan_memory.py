@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from omni_jax.memory import EncoderCache
 from omni_jax.models import ModelConfig, Weights, abstract_weights
 from omni_jax.models.axis import MODEL
+from omni_jax.runtime.functions import SCORE_CHUNK
 from omni_jax.runtime.sharding import DATA, bytes_per_device, fit, sharding_of
 from omni_jax.runtime.state import KVCacheDtype, abstract_slots, block_bytes, round_pages
 from omni_jax.scheduling import patch_buckets
@@ -160,14 +161,15 @@ def state_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
 def estimated_programs(model: ModelConfig, settings: Settings, devices: int) -> Programs:
     """Without compiling: what XLA was seen to keep at once, for an A100 and an H100, rounded up (docs/scale.md).
 
-    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A head: four times the logits
-    in float32, whatever it samples by; and what scores prompts has 64 rows. The tower: two widened copies of its
-    patches.
+    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A head that samples: four
+    times the logits in float32; what scores prompts: three times those of a chunk. The tower: two widened copies of
+    its patches.
     """
     tokens, rows, width = settings.max_num_batched_tokens, settings.max_num_seqs, settings.dtype.itemsize
     needs = {
         f"mixed {tokens}": tokens * width * (3 * model.intermediate_size // devices + 4 * model.hidden_size),
-        f"head {rows} full": 4 * 4 * max(rows, 48) * model.vocab_size // devices,
+        f"head {rows} full": 4 * rows * model.vocab_size // devices * 4,
+        f"score {tokens}": 3 * min(SCORE_CHUNK, tokens) * model.vocab_size // devices * 4,
     }
     results = (tokens + rows) * model.hidden_size * width
     if (tower := model.vision) is not None:
