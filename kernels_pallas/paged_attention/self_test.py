@@ -24,9 +24,10 @@ from kernels_pallas.paged_attention.pages import Pages, QuantPages, quantise, st
 # - JaxRuntimeError (a RuntimeError) comes from XLA, when it compiles and when it runs: no ptxas (UNAVAILABLE), too much
 #   shared memory (RESOURCE_EXHAUSTED), a fault in the kernel (INTERNAL).
 # - NotImplementedError (a RuntimeError) and ValueError come from Pallas, which lowers the kernel: an operation that
-#   the target has none of, a size that is no power of two, more shared memory than there is.
+#   the target has none of, a size that is no power of two, more shared memory than there is. Mosaic's lowering also
+#   asserts what it takes for granted: a tile of 24 keys is a ValueError in JAX 0.10 and an AssertionError in 0.12.
 # - MLIRError comes from below it: a module that the dialect's verifier refuses.
-CANNOT_RUN = (RuntimeError, ValueError, ir.MLIRError)
+CANNOT_RUN = (RuntimeError, ValueError, AssertionError, ir.MLIRError)
 
 # Of numbers around 1, between a kernel that rounds its weights to the dtype and the reference, which does not. A wrong
 # mask, page or scale is off by a tenth and more.
