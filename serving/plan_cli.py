@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from serving.cli_options import AsJson, BlockSize, Dtype, GpuMemoryUtilization, KvCacheType, MaxModelLen, MaxPixels
-from serving.mesh_option import parse_mesh
+from serving.mesh_option import mesh_options
 
 DOES_NOT_FIT = 3
 
@@ -25,13 +25,14 @@ def plan(
     gpu: Annotated[str, typer.Option(help="a100-40gb, a100, h100 or h200.")],
     num: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
     mesh: Annotated[
-        str | None, typer.Option(metavar="data=N,model=M", help="Default: the smallest model axis that fits.")
+        str | None,
+        typer.Option(metavar="AXES", help="data=2,model=4. Default: the smallest model axis that fits, and data rows."),
     ] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option("--tensor-parallel-size", "-tp", min=1, help="The mesh's model axis.")
+        int | None, typer.Option("--tensor-parallel-size", "-tp", min=1, help="GPUs that share the model.")
     ] = None,
     data_parallel_size: Annotated[
-        int | None, typer.Option("--data-parallel-size", "-dp", min=1, help="The mesh's data axis.")
+        int | None, typer.Option("--data-parallel-size", "-dp", min=1, help="Rows of such GPUs.")
     ] = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step, at most.")] = None,
@@ -88,7 +89,10 @@ def plan(
     }
     given = {name: value for name, value in given.items() if value is not None}
     try:
-        data, axis = _axes(mesh, tensor_parallel_size, data_parallel_size, num)
+        given_axes = mesh_options(
+            mesh, tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size
+        )
+        data, axis = _axes(given_axes, num)
         asked = Asked(
             config=_config(model),
             gpu=gpu,
@@ -154,15 +158,11 @@ def _compiler(gpu: str, wanted: bool) -> Any:
     return compile_programs
 
 
-def _axes(mesh: str | None, model: int | None, data: int | None, num: int) -> tuple[int | None, int | None]:
-    """(data, model); None, None leaves them to the planner."""
-    if mesh is not None:
-        if model is not None or data is not None:
-            raise ValueError("--mesh says it all: leave out --tensor-parallel-size and --data-parallel-size")
-        return parse_mesh(mesh)
-    if model is None and data is None:
-        return None, None
-    if model is None:
-        assert data is not None
-        return data, max(1, num // data)
-    return data if data is not None else max(1, num // model), model
+def _axes(sizes: dict[str, int | None], num: int) -> tuple[int | None, int | None]:
+    """(data, model). Where one axis is given, the other takes the rest; where none is, the planner chooses."""
+    data, model = sizes["data_parallel_size"], sizes["tensor_parallel_size"]
+    if data is not None and model is None:
+        model = max(1, num // data)
+    elif model is not None and data is None:
+        data = max(1, num // model)
+    return data, model

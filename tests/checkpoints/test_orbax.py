@@ -272,6 +272,18 @@ def test_data_that_is_gone_or_cut_short_is_never_read_as_zeros(orbax):
         largest.write_bytes(whole)
 
 
+def test_a_chunk_that_is_not_there_is_a_fault(orbax):
+    """zarr reads it as zeros."""
+    import tensorstore as ts
+
+    base = {"driver": "ocdbt", "base": f"file://{orbax}/orbax/00000/"}
+    store = ts.KvStore.open(base).result()
+    key = next(key for key in sorted(store.list().result()) if not key.endswith(b".zarray"))
+    store.delete_range(ts.KvStore.KeyRange(key, key + b"\0")).result()
+    name = key.decode().rpartition("/")[0]
+    assert f"tensor {name!r} has 0 of 1 chunks" in faults(orbax)[0]
+
+
 def test_a_name_in_two_parts_is_a_fault(orbax):
     shutil.copytree(orbax / "orbax" / "00000", orbax / "orbax" / "00009")
     assert any("is in 00000 and in 00009" in fault for fault in faults(orbax))

@@ -204,7 +204,7 @@ def test_more_context_than_the_cache_holds_says_which_length_would_do():
     ("args", "message"),
     [
         (("--max-model-len", "40000"), "--max-model-len 40000 is more than the 32768 positions"),
-        (("--mesh", "model=2", "-tp", "2"), "--mesh says it all"),
+        (("--mesh", "model=2", "-tp", "2"), "says it all: leave out --tensor-parallel-size"),
         (("--max-num-seqs", "512", "--max-num-batched-tokens", "256"), "(256) must be at least --max-num-seqs (512)"),
         (("--dtype", "int4"), "--dtype must be auto, float32 or bfloat16, got 'int4'"),
     ],
