@@ -8,8 +8,9 @@ written after every section, and sections come in the order of their worth, each
 share of the time: a section that crashes, hangs or runs out of time loses what it had not written down, and nothing
 else. A share that is not used up goes to those that follow.
 
-It needs JAX 0.10.2 or newer with CUDA, and no network: weights are random. `--dry-run` runs every line of it on a CPU
-in a minute, with tiny sizes and interpreted kernels; its figures mean nothing.
+It needs JAX 0.10.2 or newer with CUDA, and no network: weights are random. Of Python packages the kernels need
+jaxtyping besides, steps also flax, and the engine what the project depends on. `--dry-run` runs every line of it on a
+CPU in a minute, with tiny sizes and interpreted kernels; its figures mean nothing.
 """
 
 import argparse
@@ -126,8 +127,12 @@ def run_here(name: str, args: argparse.Namespace) -> int:
     use_compilation_cache(section.programs)
     section.state(**describe_device())
     module, _, function = SECTIONS[name].function.partition(":")
-    run: Callable[[Section], None] = getattr(importlib.import_module(module), function)
-    run(section)
+    try:
+        run: Callable[[Section], None] = getattr(importlib.import_module(module), function)
+        run(section)
+    finally:
+        if (error := sys.exception()) is not None:  # the traceback goes to stderr, which may not come back
+            section.state(raised=f"{type(error).__name__}: {error}")
     return 0
 
 

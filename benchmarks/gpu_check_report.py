@@ -82,7 +82,8 @@ def _host_gap(sections: dict[str, Any]) -> float | None:
 
 
 def _remarks(section: dict[str, Any]) -> list[str]:
-    lines = [f"**It did not end well: {section['error']}.**", ""] if section["error"] else []
+    told = "; ".join(text for text in (section["error"], section["facts"].get("raised")) if text)
+    lines = [f"**It did not end well: {told}.**", ""] if told else []
     left_out = section["facts"].get("left_out", [])
     return lines + ([f"Left out for want of time: {'; '.join(left_out)}.", ""] if left_out else [])
 

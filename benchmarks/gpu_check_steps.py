@@ -19,10 +19,10 @@ import numpy as np
 from benchmarks.gpu_check_measure import in_turn
 from benchmarks.gpu_check_section import Section
 from kernels_pallas.paged_attention import PagedKernels
+from kernels_pallas.paged_attention.choose import choose
 from kernels_pallas.paged_attention.self_test import CANNOT_RUN
 from omni_jax.cost import GPUS, Gpu, ModelSizes, Roofline, StepShape, causal_pairs
 from omni_jax.cost.published import published_config
-from omni_jax.engine.kernels import choose_kernels
 from omni_jax.models import ModelConfig, Weights, abstract_weights, model_config
 from omni_jax.runtime import Runner, RunnerConfig
 from omni_jax.runtime.executables import Executable, Key, compile_all
@@ -269,7 +269,16 @@ def random_weights(model: ModelConfig, dtype: np.dtype, mesh: jax.sharding.Mesh)
 def _chosen(model: ModelConfig, dtype: np.dtype) -> PagedKernels:
     """As an engine chooses; without its test, which has a section of its own."""
     device = jax.devices()[0]
-    return choose_kernels("auto", model, device, block_size=PAGE, dtype=dtype, kv_cache_dtype="auto")[0]
+    return choose(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        compute_capability=getattr(device, "compute_capability", None),
+        head_dim=model.head_dim,
+        page_size=PAGE,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        dtype=dtype,
+    )[0]
 
 
 def _decode_shape(rows: int, context: int) -> StepShape:

@@ -75,6 +75,19 @@ def test_others_follow_one_that_fails_and_get_its_time(tmp_path, monkeypatch):
     assert report.count("It did not end well: exit code 1.") == 1
 
 
+def test_what_a_section_raised_is_told(tmp_path, monkeypatch):
+    """A package that is not there, say."""
+    kind = gpu_check.Kind(share=1, function="benchmarks.no_such_module:run")
+    monkeypatch.setitem(gpu_check.SECTIONS, "engine", kind)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    monkeypatch.setattr("omni_jax.compat.use_compilation_cache", lambda _: None)
+    with pytest.raises(ModuleNotFoundError):
+        gpu_check.main(["--child", "engine", "--out", str(tmp_path), "--scratch", str(tmp_path)])
+    written = json.loads((tmp_path / "gpu_check.engine.json").read_text())
+    report = markdown({"dry_run": False, "sections": {"engine": {**written, "error": "exit code 1"}}})
+    assert "did not end well: exit code 1; ModuleNotFoundError: No module named 'benchmarks.no_such_module'." in report
+
+
 def test_sections_are_chosen_and_a_wrong_one_is_a_usage_error(tmp_path, monkeypatch):
     seen = []
 
