@@ -56,6 +56,29 @@ def no_tracing() -> contextlib.AbstractContextManager:
     return jax.no_tracing()
 
 
+def publish(name: str, text: str) -> None:
+    """Makes a text known to all processes of jax.distributed, under a name that is used once."""
+    _coordination().key_value_set(name, text)
+
+
+def look_up(name: str, seconds: float) -> str:
+    """What another process has published or will publish; an error of JAX's after so many seconds."""
+    return _coordination().blocking_key_value_get(name, int(seconds * 1000))
+
+
+def meet(name: str, seconds: float) -> None:
+    """Waits until all processes have come here."""
+    _coordination().wait_at_barrier(name, int(seconds * 1000))
+
+
+def _coordination():
+    from jax._src import distributed  # JAX has no public way to its key-value store
+
+    client = distributed.global_state.client
+    assert client is not None, "jax.distributed.initialize has not been called"
+    return client
+
+
 def is_ready(array: jax.Array) -> bool:
     """Whether what computes `array` has ended. Every array has the method; jax.Array's type does not list it."""
     return array.is_ready()  # type: ignore[attr-defined]

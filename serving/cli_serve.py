@@ -33,7 +33,16 @@ from serving.cli_options import (
     SwapSpace,
 )
 from serving.cli_support import engine_config, expected_faults, fail, find_own_code, log_to_stderr, memory_options
-from serving.mesh_option import DataParallelSize, MeshText, PipelineParallelSize, TensorParallelSize, mesh_options
+from serving.mesh_option import (
+    CoordinatorAddress,
+    DataParallelSize,
+    MeshText,
+    NumProcesses,
+    PipelineParallelSize,
+    ProcessId,
+    TensorParallelSize,
+    mesh_options,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +119,9 @@ def serve(
     data_parallel_size: DataParallelSize = None,
     pipeline_parallel_size: PipelineParallelSize = None,
     mesh: MeshText = None,
+    coordinator_address: CoordinatorAddress = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
     kv_cache_dtype: KvCacheType = None,
     enable_prefix_caching: PrefixCaching = None,
     recycling_policy: Recycling = None,
@@ -238,7 +250,8 @@ def serve(
         kv_compress_controller=kv_compress_controller,
     )
     try:
-        sock = bind(host, port)  # before the model is loaded: a port in use is known at once
+        # Before the model is loaded: a port in use is known at once. Processes that follow serve nobody.
+        sock = bind(host, port) if not process_id else None
     except CannotListen as error:
         fail(str(error))
     try:
@@ -254,6 +267,9 @@ def serve(
             dtype=dtype,
             attention_backend=attention_backend,
             pipeline_parallel_size=pipeline_parallel_size,
+            coordinator_address=coordinator_address,
+            num_processes=num_processes,
+            process_id=process_id,
             **parallel,
             seed=seed,
             generation_config=generation_config.value,
@@ -273,6 +289,11 @@ def serve(
             debug_print_batch=debug_print_batch,
             **memory,
         )
+        if sock is None:
+            from omni_jax.engine.follower import follow
+
+            follow(config)
+            return
         from omni_jax.engine.async_engine import AsyncEngine
         from serving.memory import features
         from serving.progress import stage_bars
@@ -299,7 +320,8 @@ def serve(
         logger.debug("start failed", exc_info=True)
         fail(str(error))
     finally:
-        sock.close()
+        if sock is not None:
+            sock.close()
     raise typer.Exit(code)
 
 

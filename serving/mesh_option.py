@@ -26,6 +26,15 @@ MeshText = Annotated[
     typer.Option("--mesh", metavar="AXES", help="Both in one: data=2,model=4."),
 ]
 
+CoordinatorAddress = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Of process 0, where several processes share the model."),
+]
+NumProcesses = Annotated[int | None, typer.Option(min=1, help="Processes that share the model. Default: 1.")]
+ProcessId = Annotated[
+    int | None, typer.Option(min=0, help="Which of them this is: 0 serves, the others follow it. Default: 0.")
+]
+
 
 def mesh_options(
     mesh: str | None, *, tensor_parallel_size: int | None, data_parallel_size: int | None

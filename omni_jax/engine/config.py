@@ -65,6 +65,9 @@ class EngineConfig:
         data_parallel_size: rows of such devices, each with its own weights, cache and batch, behind one front. Limits
             (max_num_seqs, swap_space and the like) are those of a row.
         pipeline_parallel_size: 1.
+        coordinator_address: host:port of the front process, where several processes share the model.
+        num_processes: all of them.
+        process_id: which of them this is; 0 is the front.
     """
 
     model_dir: Path | str
@@ -110,12 +113,15 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    coordinator_address: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
 
     def __post_init__(self):
         for name in (
             *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"),
             *("max_pixels", "encoder_cache_tokens", "encoder_layers_per_slice", "max_swap_ops", "num_swap_threads"),
-            *("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"),
+            *("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "num_processes"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -126,6 +132,7 @@ class EngineConfig:
                 "Use tensor_parallel_size to part each layer over more devices, of several machines too, and "
                 "data_parallel_size for more throughput"
             )
+        self._check_processes()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.generation_config not in ("auto", "vllm"):
@@ -141,6 +148,26 @@ class EngineConfig:
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
         self._check_memory()
+
+    def _check_processes(self) -> None:
+        if not 0 <= self.process_id < self.num_processes:
+            raise ValueError(
+                f"process_id must be 0 to num_processes - 1, got {self.process_id} of {self.num_processes} processes"
+            )
+        if self.num_processes == 1:
+            return
+        if self.coordinator_address is None or not self.coordinator_address.rpartition(":")[2].isdecimal():
+            raise ValueError(
+                f"{self.num_processes} processes need a coordinator_address, host:port of the process with process_id "
+                f"0; got {self.coordinator_address!r}"
+            )
+        if self.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size {self.data_parallel_size} with {self.num_processes} processes is not supported: "
+                "run a group of processes for each row, and a proxy in front of them"
+            )
+        if self.swap_space:
+            raise ValueError("swap_space needs all blocks in one process: leave it out with num_processes above 1")
 
     def _check_memory(self) -> None:
         if self.kv_cache_dtype not in ("auto", "int8"):

@@ -26,6 +26,7 @@ from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Req
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.runtime import StepResult
 from omni_jax.runtime.debug import describe
+from omni_jax.runtime.processes import Front
 from omni_jax.scheduling import (
     Accepted,
     Blocks,
@@ -81,7 +82,7 @@ class Engine:
         loaded = load(config, progress, row)
         self.config, self.info, self.tokenizer = config, loaded.info, loaded.tokenizer
         self.vision = loaded.vision
-        self._runner, self._encoder = loaded.runner, loaded.runner.encoder
+        self._runner, self._encoder, self._channel = loaded.runner, loaded.runner.encoder, loaded.channel
         self._features = None
         if self._encoder is not None:
             self._features = Features(
@@ -131,8 +132,7 @@ class Engine:
             cost=self.cost,
             blocks=self._blocks,
         )
-        # Rows draw different seeds for requests that bring none.
-        self._random = random.Random(None if config.seed is None else config.seed + (row << 64))
+        self._random = random.Random(config.seed)
         self._detokenizers: dict[Sequence, Detokenizer] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._prefilled: set[str] = set()
@@ -236,7 +236,10 @@ class Engine:
         self._scheduler.forget_prefixes()
 
     def close(self) -> None:
-        """Ends the threads of the host tier and removes its files. Nothing may be asked afterwards."""
+        """Ends the threads of the host tier and removes its files, and ends the processes that follow. Nothing may be
+        asked afterwards."""
+        if isinstance(self._channel, Front):
+            self._channel.close()
         if self._tier is not None:
             self._tier.close()
 

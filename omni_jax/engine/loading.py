@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.reader import Checkpoint
+from kernels_pallas.paged_attention import PagedKernels
 from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.kernels import choose_kernels
@@ -24,6 +25,7 @@ from omni_jax.models import ModelConfig, VisionConfig, Weights, load_weights, mo
 from omni_jax.models.axis import MODEL
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
 from omni_jax.runtime.executables import Job, compile_all
+from omni_jax.runtime.processes import Follower, Front, Group, join, meet
 from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, part_of, rows_of, sharding_of
 from omni_jax.runtime.state import block_bytes, round_pages
 from omni_jax.scheduling import default_buckets, patch_buckets
@@ -40,7 +42,8 @@ DEFAULT_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Everything an engine is made of. `vision` is None for a model that reads text only."""
+    """Everything an engine is made of. `vision` is None for a model that reads text only, `channel` where one process
+    has the whole model."""
 
     info: EngineInfo
     tokenizer: Tokenizer
@@ -48,6 +51,7 @@ class Loaded:
     runner: Runner
     runner_config: RunnerConfig
     eos_token_ids: frozenset[int]
+    channel: Front | Follower | None = None
 
 
 def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -> Loaded:
@@ -60,12 +64,20 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
     report = progress or (lambda *_: None)
     compat.use_compilation_cache(Path(config.compilation_cache_dir or _default_cache()))
     compat.count_compilations()
+    channel = _join(config)
     whole = make_mesh(jax.devices(), data=config.data_parallel_size, model=config.tensor_parallel_size)
     mesh = rows_of(whole)[row]
-    device = mesh.devices.flat[0]
+    if channel is not None and mesh.size != len(jax.devices()):
+        raise ValueError(
+            f"{config.num_processes} processes have {len(jax.devices())} devices, and all of them share the model: "
+            f"give --tensor-parallel-size {len(jax.devices())}, not {mesh.size}"
+        )
+    device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     checkpoint = Checkpoint(config.model_dir)
     tokenizer = Tokenizer.from_directory(Path(config.model_dir), chat_template=config.chat_template)
     vision = _vision(config, model_config(checkpoint.config).vision)
+    if vision is not None and channel is not None:
+        raise ValueError("models that read pictures run in one process only: leave out --num-processes")
     dtype = _dtype(config.dtype, model_config(checkpoint.config).dtype)
     model, weights = load_weights(
         checkpoint,
@@ -90,6 +102,15 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
         kv_cache_dtype=config.kv_cache_dtype,
     )
     runner_config, num_blocks = _size(config, model, weights, mesh, dtype, eos_token_ids, encoder, kernels)
+    if channel is not None:
+        settled = channel.settle(
+            {
+                "kernels": dataclasses.asdict(kernels),
+                "num_pages": runner_config.num_pages,
+                "max_model_len": runner_config.max_model_len,
+            }
+        )
+        runner_config = dataclasses.replace(runner_config, **settled | {"kernels": PagedKernels(**settled["kernels"])})
     runner = Runner(model, weights, runner_config, mesh)
 
     compiled, hits, begin = compat.compilations(), compat.cache_hits(), time.perf_counter()
@@ -99,7 +120,7 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
         logger.info("compiled %-16s %6.2f s", name, executable.seconds)
         report("compile", done, total, name)
 
-    executables = runner.start(compiled_one)
+    executables = runner.start(compiled_one, (lambda: None) if channel is None else meet)
     seconds, hits = time.perf_counter() - begin, compat.cache_hits() - hits
     logger.info(
         "%d executables ready in %.1f s, %d of %d programs from the compilation cache",
@@ -108,6 +129,8 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
         hits,
         compat.compilations() - compiled,
     )
+    if isinstance(channel, Front):
+        runner.tell = channel.tell
     info = EngineInfo(
         model_dir=str(config.model_dir),
         architecture=model.architecture,
@@ -139,6 +162,21 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
         runner=runner,
         runner_config=runner_config,
         eos_token_ids=eos_token_ids,
+        channel=channel,
+    )
+
+
+def _join(config: EngineConfig) -> Front | Follower | None:
+    """The other processes that share the model, where there are any."""
+    if config.num_processes == 1:
+        return None
+    assert config.coordinator_address is not None
+    return join(
+        Group(
+            coordinator_address=config.coordinator_address,
+            num_processes=config.num_processes,
+            process_id=config.process_id,
+        )
     )
 
 

@@ -4,6 +4,7 @@ import collections.abc
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from omni_jax.runtime.blocks import (
 from omni_jax.runtime.encoder import Encoder, EncoderConfig
 from omni_jax.runtime.executables import Executable, Job, Key, compile_all, make_job
 from omni_jax.runtime.packing import Ring
-from omni_jax.runtime.sharding import RULES, WHOLE, axis_of, placed, zeros
+from omni_jax.runtime.sharding import RULES, WHOLE, axis_of, placed, put, zeros
 from omni_jax.runtime.state import NEUTRAL, KVCacheDtype, abstract_pool, abstract_slots
 from omni_jax.scheduling import Buckets, Row, StepPlan
 
@@ -101,14 +102,19 @@ class StepResult:
 class Runner:
     """Owns the executables and the device state of one data row.
 
+    What it has the devices do are operations: a name, an executable's key, and buffers. Where several processes share
+    the row, each does the same ones in the same order (runtime.processes).
+
     Attributes:
         mesh: the devices of the row.
+        tell: is told of each operation before it is done here; None where this process has all devices.
         encoder: runs the vision tower, for a model that has one.
     """
 
     def __init__(self, model: ModelConfig, weights: Weights, config: RunnerConfig, mesh: Mesh):
         """`model` and `weights` as they were spread over the mesh (sharding.fit, sharding.sharding_of)."""
         self.config, self.mesh = config, mesh
+        self.tell: Callable[[str, Key, tuple[np.ndarray, ...]], None] | None = None
         self.shapes = functions.StepShapes(
             rows=config.buckets.rows,
             slots=config.max_num_seqs + 1,
@@ -176,9 +182,15 @@ class Runner:
             jobs += compaction_jobs(mesh, pool, shapes.pages_per_row)
         return jobs if self.encoder is None else jobs + self.encoder.jobs()
 
-    def start(self, progress: Callable[[Executable, int, int], None] | None = None) -> dict[Key, Executable]:
-        """Compiles, allocates the state, and runs one padded step. Returns the executables."""
+    def start(
+        self,
+        progress: Callable[[Executable, int, int], None] | None = None,
+        meet: Callable[[], None] = lambda: None,
+    ) -> dict[Key, Executable]:
+        """Compiles, allocates the state, and runs one padded step. Returns the executables. `meet` is called once all
+        is compiled: to wait for other processes."""
         self._executables = compile_all(self.jobs(), progress)
+        meet()
         if self.encoder is not None:
             self.encoder.use(self._executables)
         self.reset()
@@ -188,15 +200,7 @@ class Runner:
 
     def reset(self) -> None:
         """Fresh device state: at the start, and after a step that raised took the donated arrays with it."""
-        if self.encoder is not None:
-            self.encoder.reset()
-        state = {name: zeros(shapes) for name, shapes in self._abstract_state().items()}
-        self._pool, self._tables, self._last_token, self._history = (
-            state[name] for name in ("pool", "tables", "last_token", "history")
-        )
-        slots = state["slots"]
-        neutral = np.tile(np.asarray(NEUTRAL, np.float32), (self.shapes.slots, 1))
-        self._slots = dataclasses.replace(slots, numbers=jax.device_put(neutral, slots.numbers.sharding))
+        self._do("reset", ())
 
     def _abstract_state(self):
         shapes, config, mesh = self.shapes, self.config, self.mesh
@@ -262,7 +266,63 @@ class Runner:
         size = next(n for n in compaction_sizes(self.shapes.pages_per_row) if n >= len(source))
         block_size = self.config.block_size
         buffer = pack_compaction(size, block_size, source, rows, keep, target, sinks=sinks, window=window)
-        self._pool = self._executables["compact", size](self._pool, buffer)
+        self._do("compact", ("compact", size), buffer)
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def _do(self, operation: str, key: Key, *buffers: np.ndarray) -> Any:
+        """An operation, in all processes."""
+        if self.tell is not None:
+            self.tell(operation, key, buffers)
+        return self.do(operation, key, *buffers)
+
+    def do(self, operation: str, key: Key, *buffers: np.ndarray) -> Any:
+        """An operation, in this process: what a follower does with what it is told."""
+        return getattr(self, f"_do_{operation}")(key, *buffers)
+
+    def _do_body(self, key: Key, packed: np.ndarray) -> jax.Array:
+        features = () if self.encoder is None else self.encoder.features
+        self._pool, self._tables, self._hidden, self._all_hidden = self._executables[key](
+            self._weights.decoder.leaves, self._pool, self._tables, self._last_token, packed, features
+        )
+        return self._hidden
+
+    def _do_head(self, key: Key, packed: np.ndarray) -> jax.Array:
+        full = key[2] == "full"
+        self._last_token, history, result = self._executables[key](
+            self._weights.output_matrix,
+            self._hidden,
+            self._slots,
+            self._last_token,
+            self._history if full else (),
+            packed,
+        )
+        if full:
+            self._history = history
+        return result
+
+    def _do_score(self, key: Key, packed: np.ndarray) -> jax.Array:
+        return self._executables[key](self._weights.output_matrix, self._all_hidden, packed)
+
+    def _do_admit(self, key: Key, packed: np.ndarray) -> None:
+        self._slots, self._tables = self._executables[key](self._slots, self._tables, packed)
+
+    def _do_history(self, key: Key, packed: np.ndarray) -> None:
+        self._history = self._executables[key](self._history, packed)
+
+    def _do_compact(self, key: Key, packed: np.ndarray) -> None:
+        self._pool = self._executables[key](self._pool, packed)
+
+    def _do_reset(self, _: Key) -> None:
+        if self.encoder is not None:
+            self.encoder.reset()
+        state = {name: zeros(shapes) for name, shapes in self._abstract_state().items()}
+        self._pool, self._tables, self._last_token, self._history = (
+            state[name] for name in ("pool", "tables", "last_token", "history")
+        )
+        slots = state["slots"]
+        neutral = np.tile(np.asarray(NEUTRAL, np.float32), (self.shapes.slots, 1))
+        self._slots = dataclasses.replace(slots, numbers=put(neutral, slots.numbers.sharding))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -273,19 +333,16 @@ class Runner:
                 self._admit(row)
         key: Key = ("decode" if plan.decode else "mixed", plan.size)
         packed = self._pack_body(key, plan)
-        features = () if self.encoder is None else self.encoder.features
-        self._pool, self._tables, hidden, all_hidden = self._executables[key](
-            self._weights.decoder.leaves, self._pool, self._tables, self._last_token, packed, features
-        )
+        hidden = self._do("body", key, packed)
         sampling = [row for row in plan.rows if row.sample]
-        sampled = self._sample(sampling, hidden) if sampling else None
-        scored = self._score(plan, all_hidden) if any(row.score for row in plan.rows) else None
+        sampled = self._sample(sampling) if sampling else None
+        scored = self._score(plan) if any(row.score for row in plan.rows) else None
         for result in (sampled, scored):
             if result is not None:
                 result.copy_to_host_async()
         return StepResult(plan=plan, sampled=sampled, scored=scored, anchor=hidden, dispatched=time.monotonic())
 
-    def _sample(self, rows: list[Row], hidden: jax.Array) -> jax.Array:
+    def _sample(self, rows: list[Row]) -> jax.Array:
         params = [row.sequence.request.params for row in rows]
         variant = (
             "full" if any(p.penalised for p in params) else "sample" if any(not p.greedy for p in params) else "greedy"
@@ -301,15 +358,9 @@ class Runner:
         field["suppress"][:n] = [_suppresses_stop(row.sequence) for row in rows]
         field["forced"][:n] = [_forced(row.sequence) for row in rows]
         field["forced"][n:] = -1
-        history = self._history if variant == "full" else ()
-        self._last_token, history, result = self._executables[key](
-            self._weights.output_matrix, hidden, self._slots, self._last_token, history, buffer
-        )
-        if variant == "full":
-            self._history = history
-        return result
+        return self._do("head", key, buffer)
 
-    def _score(self, plan: StepPlan, hidden: jax.Array) -> jax.Array:
+    def _score(self, plan: StepPlan) -> jax.Array:
         key: Key = ("score", plan.size)
         buffer, field = self._take(key, lambda: self.shapes.score_layout(plan.size))
         targets, at = field["targets"], 0
@@ -319,7 +370,7 @@ class Runner:
                 wanted = row.sequence.request.prompt_ids[row.start + 1 : row.start + row.count + 1]
                 targets[at : at + len(wanted)] = wanted
             at += row.count
-        return self._executables[key](self._weights.output_matrix, hidden, buffer)
+        return self._do("score", key, buffer)
 
     def _pack_body(self, key: Key, plan: StepPlan) -> np.ndarray:
         decode, rows = plan.decode, plan.rows
@@ -379,14 +430,14 @@ class Runner:
         stops = sorted(self.config.eos_token_ids | set(params.stop_token_ids)) if params.min_tokens else []
         _fill(field["stop_ids"], stops[:MAX_STOP_TOKEN_IDS], vocab)
         _fill(field["blocks"], sequence.blocks, 0)
-        self._slots, self._tables = self._executables[("admit",)](self._slots, self._tables, buffer)
+        self._do("admit", ("admit",), buffer)
         if params.penalised and row.admit:
             buffer, field = self.shapes.history_layout().fresh()
             field["slot"][...] = row.slot
             field["prompt"][...] = sequence.num_prompt
             field["known"][...] = len(sequence.known)
             field["tokens"][: len(sequence.known)] = sequence.known
-            self._history = self._executables[("history",)](self._history, buffer)
+            self._do("history", ("history",), buffer)
 
     def _take(self, key: Key, layout) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         if key not in self._rings:

@@ -185,8 +185,14 @@ def placed(mesh: Mesh, tree: Any, name: str = "packed") -> Any:
 
 
 def zeros(shapes: Any) -> Any:
-    """Arrays of zeros where `placed` says, each device's part by itself."""
-    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), shapes)
+    """Arrays of zeros where `placed` says."""
+    return jax.tree.map(lambda x: put(np.broadcast_to(np.zeros((), x.dtype), x.shape), x.sharding), shapes)
+
+
+def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array on the devices of this process that have a part of it, each part by itself. (jax.device_put would have
+    the processes compare what they put.)"""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.ascontiguousarray(array[index]))
 
 
 def bytes_per_device(tree: Any) -> int:

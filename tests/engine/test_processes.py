@@ -1,0 +1,88 @@
+"""Two processes share a model over loopback: the answers of one device, and an end within seconds when one goes."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from omni_jax.engine.config import EngineConfig
+from omni_jax.runtime.processes import EXIT
+from tests.engines import compile_tiny, sharing
+from tests.virtual_devices import environment
+
+SECONDS = 300  # loading and compiling, on a machine that does other things
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def run(mode: str) -> list[tuple[int, str]]:
+    """(exit code, output) of the front and of the follower."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.two_processes", str(number), str(port), mode],
+            env=environment(2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_two_processes_answer_as_one_device_does():
+    from omni_jax import LLM
+    from tests.engine.two_processes import SETUP, answers
+
+    front, follower = run("answer")
+    assert front[0] == 0, front[1][-5000:] + follower[1][-5000:]
+    assert follower[0] == 0, follower[1][-5000:]
+    assert "the front has ended" in follower[1]
+    [line] = [line for line in front[1].splitlines() if line.startswith("ANSWERS")]
+    tokens, logprobs = json.loads(line.removeprefix("ANSWERS"))
+    with sharing(compile_tiny(SETUP)) as model_dir:
+        expected_tokens, expected_logprobs = answers(LLM(model_dir))
+    assert tokens == expected_tokens
+    for found, expected in zip(logprobs, expected_logprobs, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(("mode", "survivor", "lost"), [("die", 0, "a follower"), ("die-front", 1, "the front")])
+def test_when_one_process_dies_the_other_ends_with_a_clear_error(mode, survivor, lost):
+    found = run(mode)
+    assert found[1 - survivor][0] == 9, found[1 - survivor][1][-5000:]
+    code, output = found[survivor]
+    assert code != 0
+    assert code in (EXIT, -6, 1), output[-3000:]
+    assert f"{lost} has gone" in output, output[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_processes": 2}, "need a coordinator_address, host:port .*got None"),
+        ({"num_processes": 2, "coordinator_address": "host"}, "got 'host'"),
+        ({"num_processes": 2, "process_id": 2, "coordinator_address": "h:1"}, "got 2 of 2 processes"),
+        ({"process_id": 1}, "got 1 of 1 processes"),
+        (
+            {"num_processes": 2, "coordinator_address": "h:1", "data_parallel_size": 2},
+            "run a group of processes for each",
+        ),
+        ({"num_processes": 2, "coordinator_address": "h:1", "swap_space": 1.0}, "swap_space needs all blocks in one"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        EngineConfig(model_dir="x", **options)
