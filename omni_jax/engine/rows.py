@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ from omni_jax.segments import Segment
 logger = logging.getLogger(__name__)
 
 Order = Callable[[Engine], list[Delta]]
+
+OUTPUT = 256  # tokens that a continuation is taken to become at most, when rows are compared
 
 
 class Row:
@@ -109,7 +112,10 @@ class Row:
         meanwhile."""
         self.dead = reason
         assert self.engine is not None
-        return self._obey(self.engine) + self.engine.fail("the engine failed while it computed this request")
+        deltas = []
+        while self._orders:
+            deltas += self._orders.popleft()(self.engine)
+        return deltas + self.engine.fail("the engine failed while it computed this request")
 
     # -- in the row's thread ------------------------------------------------------------------------------------------
 
@@ -136,16 +142,11 @@ class Row:
             self._wake.wait()
         self._wake.clear()
         self._progressed = time.monotonic()
-        self._tell(self._obey(engine))
+        while self._orders:
+            self._tell(self._orders.popleft()(engine))
         if engine.has_work and not self._stopping:
             self._tell(engine.step())
         self._progressed = time.monotonic()
-
-    def _obey(self, engine: Engine) -> list[Delta]:
-        deltas = []
-        while self._orders:
-            deltas += self._orders.popleft()(engine)
-        return deltas
 
     def _tell(self, deltas: list[Delta]) -> None:
         if deltas:
@@ -154,10 +155,15 @@ class Row:
 
 @dataclasses.dataclass(kw_only=True)
 class _Live:
-    """A request that a row has: its prompt's tokens, and how many continuations have not ended."""
+    """A request that a row has.
+
+    Attributes:
+        load: tokens of its prompt, and those its continuations are taken to become.
+        unfinished: continuations that have not ended.
+    """
 
     row: Row
-    tokens: int
+    load: int
     unfinished: int
 
 
@@ -186,6 +192,7 @@ class Front:
         self._live: dict[str, _Live] = {}
         self._loads = dict.fromkeys(self.rows, 0)
         self._router: Router = LeastLoaded()
+        self._random = random.Random(config.seed)
 
     def start(self) -> tuple[concurrent.futures.Future, ...]:
         """Has all rows load; `started` is to be called when all of what this returns is done."""
@@ -201,8 +208,9 @@ class Front:
 
     @property
     def engine(self) -> Engine:
-        """That of the first row, which tells what all are: info, tokenizer, vision."""
-        return self._going()[0].alive()
+        """Which tells what all are: info, tokenizer, vision. It is that whose cache holds the shortest sequence, if
+        rows found different room for it: what it can run, all can."""
+        return min((row.alive() for row in self._going()), key=lambda engine: engine.info.max_model_len)
 
     @property
     def recorder(self) -> Recorder:
@@ -222,10 +230,16 @@ class Front:
             EngineError: all rows have stopped.
         """
         rows = self._going()
-        rows[0].alive().check(request)
+        self.engine.check(request)
+        params = request.params
+        if params.seed is None:  # here, so that it does not depend on the row
+            params = dataclasses.replace(params, seed=self._random.getrandbits(63))
+            request = dataclasses.replace(request, params=params)
         row = rows[self._router.route(request, [self._loads[row] for row in rows])]
-        self._live[request.id] = _Live(row=row, tokens=len(request.prompt_ids), unfinished=request.params.n)
-        self._loads[row] += len(request.prompt_ids)
+        output = OUTPUT if params.max_tokens is None else min(params.max_tokens, OUTPUT)
+        load = len(request.prompt_ids) + params.n * output
+        self._live[request.id] = _Live(row=row, load=load, unfinished=params.n)
+        self._loads[row] += load
 
         def add(engine: Engine) -> list[Delta]:
             try:
@@ -313,7 +327,7 @@ class Front:
             if live is not None and delta.finish_reason is not None:
                 live.unfinished -= 1
                 if not live.unfinished:
-                    self._loads[live.row] -= live.tokens
+                    self._loads[live.row] -= live.load
                     del self._live[delta.request_id]
         self._deliver(deltas)
 
@@ -354,11 +368,18 @@ class Rows:
         self._front.abort(request_id)
 
     def step(self) -> list[Delta]:
-        """Waits until something becomes visible, and hands it out."""
+        """Waits until something becomes visible, and hands it out.
+
+        Raises:
+            EngineError: a row has stopped. Its requests are lost, and whoever asked for many would not see which.
+        """
         self._calls.get()()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._calls.get_nowait()()
+        for row in self._front.rows:
+            if row.dead is not None:
+                raise EngineError(f"data row {row.index}: {row.dead}")
         deltas = self._deltas[:]
         self._deltas.clear()
         return deltas

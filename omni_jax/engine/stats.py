@@ -81,7 +81,10 @@ class EngineStats:
     tokens_dropped: int = 0
 
 
-_MEANS = ("kv_cache_usage", "encoder_cache_usage")  # shares of things of which every row has as many
+_MEANS = (  # shares of things of which every row has as many, and speeds
+    *("kv_cache_usage", "encoder_cache_usage"),
+    *("store_bandwidth", "load_bandwidth", "disk_write_bandwidth", "disk_read_bandwidth"),
+)
 _OF_THE_PROCESS = ("compiles_after_warmup", "block_size")  # the same for all rows
 
 

@@ -15,7 +15,8 @@ class Router(Protocol):
         """Index of the replica.
 
         Args:
-            loads: of each replica, prompt tokens of the requests it has that have not ended.
+            loads: of each replica, tokens of the requests it has that have not ended: of their prompts, and of what
+                is generated as far as that is known or guessed.
         """
         ...
 

@@ -22,7 +22,7 @@ from tests import tiny
 from tests.engine.test_async_engine import collect, idle
 from tests.engines import Setup, checkpoint, compile_tiny, greedy, make_engine, one_process_at_a_time, request, run
 
-SETUP = Setup(variant="eight_heads", decode=(8,), mixed=(64,))
+SETUP = Setup(variant="eight_heads", decode=(8,), mixed=(64,), heads=("greedy", "sample"))
 MESH = {"data_parallel_size": 2, "tensor_parallel_size": 2}
 LOADED = {}
 
@@ -121,12 +121,51 @@ async def test_requests_with_a_known_beginning_go_to_the_row_that_has_it():
 async def test_new_beginnings_go_to_the_row_that_has_least():
     async with started() as engine:
         streams = [engine.submit(item) for item in requests(6)]
-        # Prompts of 21, 30, 39, 48, 57 and 66 tokens, in this order.
-        assert list(engine._front._loads.values()) == [21 + 39 + 57, 30 + 48 + 66]
+        # Prompts of 21, 30, 39, 48, 57 and 66 tokens, in this order, and 20 to come of each.
+        assert list(engine._front._loads.values()) == [21 + 39 + 57 + 60, 30 + 48 + 66 + 60]
         await asyncio.gather(*map(collect, streams))
         await idle(engine)
         assert set(engine._front._loads.values()) == {0}
         assert not engine._front._live
+
+
+async def test_a_long_prompt_does_not_keep_everybody_from_its_row():
+    """What is generated counts beside prompts: chats of few tokens would else all go to the other row."""
+    async with started() as engine:
+        first = engine.submit(request("long", tiny.prompt(100), greedy(max_tokens=4)))
+        chats = [engine.submit(request(f"chat {n}", [9 + n], greedy(max_tokens=30))) for n in range(12)]
+        loads = list(engine._front._loads.values())
+        assert max(loads) - min(loads) <= 31
+        await asyncio.gather(*map(collect, [first, *chats]))
+
+
+def test_seeds_do_not_depend_on_the_row():
+    """A request without a seed draws it before it is given to a row."""
+    sampled = dataclasses.replace(greedy(max_tokens=8), temperature=1.0)
+    prompts = [list(item.prompt_ids) for item in requests(6)]
+    answers = []
+    for turn in range(2):
+        llm = LLM(checkpoint(SETUP.variant), **MESH, seed=11)
+        if turn:  # the rows change places
+            llm.engine._front._loads[llm.engine._front.rows[0]] = 1
+        answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, sampled)])
+        llm.engine.close()
+    assert answers[0] == answers[1]
+    assert len(set(map(tuple, answers[0]))) > 1
+
+
+def test_llm_does_not_hand_out_half_of_what_was_asked_for():
+    def broken(*arguments):
+        raise RuntimeError("the device is gone")
+
+    executables = LOADED[1].runner._executables
+    llm = LLM(checkpoint(SETUP.variant), **MESH)
+    with (
+        mock.patch.dict(executables, {key: broken for key in executables if key[0] in ("mixed", "decode")}),
+        pytest.raises(EngineError, match="data row 1: the engine has stopped"),
+    ):
+        llm.generate([list(item.prompt_ids) for item in requests(6)], greedy(max_tokens=20))
+    llm.engine.close()
 
 
 async def test_abort_reaches_the_row():
