@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -292,6 +293,9 @@ def serve(
         if sock is None:
             from omni_jax.engine.follower import follow
 
+            # Ctrl-C reaches the whole group: the front drains, and says when this process may go.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             follow(config)
             return
         from omni_jax.engine.async_engine import AsyncEngine

@@ -78,7 +78,16 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None, *, row: int = 0):
-        """`row` is which data row's devices it takes."""
+        """`row` is which data row's devices it takes.
+
+        Raises:
+            whatever `load` raises; ValueError in a process that follows another.
+        """
+        if config.process_id:
+            raise ValueError(
+                f"process {config.process_id} follows process 0, which alone has an engine: call "
+                "omni_jax.engine.follower.follow in it, or start `omni-jax serve` with the same flags"
+            )
         loaded = load(config, progress, row)
         self.config, self.info, self.tokenizer = config, loaded.info, loaded.tokenizer
         self.vision = loaded.vision

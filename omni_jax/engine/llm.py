@@ -73,6 +73,17 @@ class LLM:
         self._names = itertools.count()
         self._deltas: dict[str, collections.deque[Delta]] = {}  # of each live request, until its caller reads them
 
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends threads and other processes, and removes files of a swap directory. Nothing may be asked afterwards.
+        `with LLM(...) as llm:` does it too."""
+        self.engine.close()
+
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],

@@ -101,16 +101,10 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
         dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-    runner_config, num_blocks = _size(config, model, weights, mesh, dtype, eos_token_ids, encoder, kernels)
+    runner_config, num_blocks = _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels)
     if channel is not None:
-        settled = channel.settle(
-            {
-                "kernels": dataclasses.asdict(kernels),
-                "num_pages": runner_config.num_pages,
-                "max_model_len": runner_config.max_model_len,
-            }
-        )
-        runner_config = dataclasses.replace(runner_config, **settled | {"kernels": PagedKernels(**settled["kernels"])})
+        runner_config = _settled(channel, model, runner_config)
+        kernels, num_blocks = runner_config.kernels, runner_config.num_pages
     runner = Runner(model, weights, runner_config, mesh)
 
     compiled, hits, begin = compat.compilations(), compat.cache_hits(), time.perf_counter()
@@ -180,6 +174,50 @@ def _join(config: EngineConfig) -> Front | Follower | None:
     )
 
 
+def _settled(channel: Front | Follower, model: ModelConfig, config: RunnerConfig) -> RunnerConfig:
+    """Sizes and kernels that all processes can have: the smallest cache, and XLA where not all take the same kernel.
+
+    Raises:
+        ValueError: processes were started with different settings or models.
+    """
+    same = dataclasses.replace(config, kernels=PagedKernels(), num_pages=0, max_model_len=1, eos_token_ids=frozenset())
+    proposal = {
+        "kernels": dataclasses.asdict(config.kernels),
+        "num_pages": config.num_pages,
+        "max_model_len": config.max_model_len,
+        "same": {"model": repr(model), "settings": repr(same), "end of text": sorted(config.eos_token_ids)},
+    }
+    settled = channel.settle(proposal, _agree)
+    return dataclasses.replace(
+        config,
+        kernels=PagedKernels(**settled["kernels"]),
+        num_pages=settled["num_pages"],
+        max_model_len=settled["max_model_len"],
+    )
+
+
+def _agree(proposals: list[dict[str, Any]]) -> dict[str, Any]:
+    first = proposals[0]
+    for number, proposal in enumerate(proposals):
+        for name, value in first["same"].items():
+            if proposal["same"][name] != value:
+                raise ValueError(
+                    f"process {number} was started with another {name} than the front: "
+                    f"{proposal['same'][name]} in place of {value}; give all processes the same model and flags"
+                )
+    kernels = {
+        op: name if all(proposal["kernels"][op] == name for proposal in proposals) else "xla"
+        for op, name in first["kernels"].items()
+    }
+    if kernels != first["kernels"]:
+        logger.warning("SLOWER THAN IT SHOULD BE: not all processes can take %s: %s", first["kernels"], kernels)
+    return {
+        "kernels": kernels,
+        "num_pages": min(proposal["num_pages"] for proposal in proposals),
+        "max_model_len": min(proposal["max_model_len"] for proposal in proposals),
+    }
+
+
 def _vision(config: EngineConfig, model: VisionConfig | None) -> VisionInputs | None:
     """How pictures become patches, for a model that reads them."""
     if model is None:
@@ -205,9 +243,8 @@ def _encoder(config: EngineConfig, vision: VisionInputs, device) -> EncoderConfi
     )
 
 
-def _size(config, model, weights, mesh, dtype, eos_token_ids, encoder, kernels) -> tuple[RunnerConfig, int]:
-    """Limits of the batch and the number of usable blocks."""
-    device = mesh.devices.flat[0]
+def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels) -> tuple[RunnerConfig, int]:
+    """Limits of the batch and the number of usable blocks. `device` is one of the mesh's that this process has."""
     on_cpu = device.platform == "cpu"
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     budget = _budget(config, device, max_num_seqs)
@@ -241,7 +278,7 @@ def _size(config, model, weights, mesh, dtype, eos_token_ids, encoder, kernels) 
     )
     per_block = block_bytes(model, block_size=block_size, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
     per_block //= mesh.shape[MODEL]  # a device has its KV heads of every block
-    memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, mesh)
+    memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, mesh, device)
     longest = -(-wanted // block_size)
     # Rounded up what is needed, and down what there is room for: a cache that is just large enough stays large enough.
     num_blocks = num_pages = min(round_pages(memory // per_block), round_pages(max_num_seqs * longest + 1, up=True))
@@ -279,9 +316,8 @@ def _budget(config: EngineConfig, device, max_num_seqs: int) -> int:
     return max(512 if device.platform == "cpu" else 8192, max_num_seqs)
 
 
-def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, sizes: RunnerConfig, mesh) -> int:
+def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, sizes: RunnerConfig, mesh, device) -> int:
     """Bytes of a device that the cache may take."""
-    device = mesh.devices.flat[0]
     if device.platform == "cpu":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
         # Its devices, and the other rows', have one memory.

@@ -113,8 +113,9 @@ class Encoder:
 
     def reset(self) -> None:
         """A fresh feature array, and no call under way: at the start, and after a call or a step that raised."""
-        self.features = zeros(self.abstract_features)
         self._call = None
+        vars(self).pop("features", None)  # first: there may be no room for both
+        self.features = zeros(self.abstract_features)
 
     # -- what is compiled ---------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ When one process goes, the collective that the others are in never ends. So whoe
 ends its process, at once: a launcher starts all again.
 """
 
+import atexit
 import dataclasses
 import hmac
 import json
@@ -18,7 +19,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 EXIT = 75  # of a process that lost another: "temporary failure, try again" in BSD's sysexits
 SECONDS = 300  # that processes wait for each other at the start
-COMPILE_SECONDS = 7200  # that they wait for each other's compilers
+COMPILE_SECONDS = 7200  # that they wait for each other's loading and compiling
+TOKEN_SECONDS = 5  # that a connection has to show the token
 _NAME = "omni-jax/"
 
 Message = tuple[str, tuple[str | int, ...], tuple[np.ndarray, ...]]  # operation, key, buffers
@@ -62,6 +64,7 @@ def join(group: Group) -> "Front | Follower":
         num_processes=group.num_processes,
         process_id=group.process_id,
         initialization_timeout=SECONDS,
+        cluster_detection_method="deactivate",  # it would give a process one GPU of its machine, under Slurm
     )
     return Follower(group) if group.process_id else Front(group)
 
@@ -75,20 +78,27 @@ class Front:
     """The front's side of the channel."""
 
     def __init__(self, group: Group):
-        host = group.coordinator_address.rpartition(":")[0]
+        self._group, self._closing = group, False
         token = secrets.token_hex(16)
-        self._closing = False
-        with socket.create_server((host, 0)) as server:
+        with _listen() as server:
             server.settimeout(SECONDS)
             compat.publish(_NAME + "channel", f"{server.getsockname()[1]} {token}")
             self._connections = [_accept(server, token) for _ in range(group.num_processes - 1)]
         for connection in self._connections:
             threading.Thread(target=self._watch, args=(connection,), name="channel", daemon=True).start()
+        # However this process ends, the followers do: JAX would wait for them, and they for what they are told. (Called
+        # before what was registered earlier, JAX's own.)
+        atexit.register(self.close)
 
-    def settle(self, settings: Any) -> Any:
-        """What the front has decided, for all: plain JSON."""
-        compat.publish(_NAME + "settings", json.dumps(settings))
-        return settings
+    def settle(self, proposal: Any, agree: Callable[[list[Any]], Any]) -> Any:
+        """What holds for all processes: `agree` makes it of what each proposes, the front first. All is plain JSON."""
+        others = [
+            json.loads(compat.look_up(f"{_NAME}proposal {number}", COMPILE_SECONDS))
+            for number in range(1, self._group.num_processes)
+        ]
+        settled = agree([proposal, *others])
+        compat.publish(_NAME + "settled", json.dumps(settled))
+        return settled
 
     def tell(self, operation: str, key: tuple[str | int, ...], buffers: Sequence[np.ndarray]) -> None:
         """Has all followers make the same call. Returns once it was sent."""
@@ -97,10 +107,13 @@ class Front:
             for connection in self._connections:
                 connection.sendall(message)
         except OSError as error:
-            _lost("a follower", error)
+            if not self._closing:
+                _lost("a follower", error)
 
     def close(self) -> None:
-        """Ends the followers."""
+        """Ends the followers. Closing again does nothing."""
+        if self._closing:
+            return
         self._closing = True
         self.tell("stop", (), ())
         for connection in self._connections:
@@ -121,7 +134,8 @@ class Follower:
     """A follower's side of the channel."""
 
     def __init__(self, group: Group):
-        host = group.coordinator_address.rpartition(":")[0]
+        self._group = group
+        host = group.coordinator_address.rpartition(":")[0].strip("[]")
         port, token = compat.look_up(_NAME + "channel", SECONDS).split()
         self._connection = socket.create_connection((host, int(port)), timeout=SECONDS)
         self._connection.settimeout(None)
@@ -129,10 +143,11 @@ class Follower:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._receive, name="channel", daemon=True).start()
 
-    def settle(self, settings: Any) -> Any:
-        """What the front has decided, in place of one's own."""
-        del settings
-        return json.loads(compat.look_up(_NAME + "settings", SECONDS))
+    def settle(self, proposal: Any, agree: Callable[[list[Any]], Any]) -> Any:
+        """See Front.settle, which decides."""
+        del agree
+        compat.publish(f"{_NAME}proposal {self._group.process_id}", json.dumps(proposal))
+        return json.loads(compat.look_up(_NAME + "settled", COMPILE_SECONDS))
 
     def messages(self) -> Iterator[Message]:
         """The front's calls, in order, until it ends."""
@@ -148,16 +163,29 @@ class Follower:
                     self._messages.put(message)
                     if message[0] == "stop":
                         return
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ValueError, struct.error) as error:
             _lost("the front", error)
+
+
+def _listen() -> socket.socket:
+    """On any port of all addresses: the coordinator's may be the name of a service that stands for this machine."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _accept(server: socket.socket, token: str) -> socket.socket:
     """The next connection that shows the token; others are closed."""
     while True:
         connection, address = server.accept()
-        connection.settimeout(SECONDS)
-        shown = connection.recv(len(token), socket.MSG_WAITALL)
+        connection.settimeout(TOKEN_SECONDS)
+        try:
+            with connection.makefile("rb", buffering=0) as stream:
+                shown = b""
+                while len(shown) < len(token) and (more := stream.read(len(token) - len(shown))):
+                    shown += more
+        except OSError:
+            shown = b""
         if hmac.compare_digest(shown, token.encode()):
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -314,6 +314,9 @@ class Runner:
         self._pool = self._executables[key](self._pool, packed)
 
     def _do_reset(self, _: Key) -> None:
+        # What is left of the old state first: there is no room for both.
+        for name in ("_pool", "_tables", "_slots", "_last_token", "_history", "_hidden", "_all_hidden"):
+            setattr(self, name, None)
         if self.encoder is not None:
             self.encoder.reset()
         state = {name: zeros(shapes) for name, shapes in self._abstract_state().items()}
