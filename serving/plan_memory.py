@@ -161,14 +161,14 @@ def state_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
 def estimated_programs(model: ModelConfig, settings: Settings, devices: int) -> Programs:
     """Without compiling: what XLA was seen to keep at once, for an A100 and an H100, rounded up (docs/scale.md).
 
-    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A head that samples: four
-    times the logits in float32; what scores prompts: three times those of a chunk. The tower: two widened copies of
+    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A head that samples:
+    three times the logits in float32, and what scores prompts as many times those of a chunk. The tower: two widened copies of
     its patches.
     """
     tokens, rows, width = settings.max_num_batched_tokens, settings.max_num_seqs, settings.dtype.itemsize
     needs = {
         f"mixed {tokens}": tokens * width * (3 * model.intermediate_size // devices + 4 * model.hidden_size),
-        f"head {rows} full": 4 * rows * model.vocab_size // devices * 4,
+        f"head {rows} full": 3 * rows * model.vocab_size // devices * 4,
         f"score {tokens}": 3 * min(SCORE_CHUNK, tokens) * model.vocab_size // devices * 4,
     }
     results = (tokens + rows) * model.hidden_size * width

@@ -65,7 +65,7 @@ _DECODE = {64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 4, 2)}
 # The tiles of queries are the largest that take no more registers than there are, int8 pages included. Hopper's tensor
 # cores read keys and values from shared memory, those of older devices from registers.
 _MIXED_HOPPER = {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)}
-_MIXED = {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
+_MIXED = {64: (128, 32, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
 MERGED = 4096  # numbers of partial results (splits * head_dim) that a program merges: more do not fit its registers
 
 TABLE: Mapping[str, Device] = {

@@ -28,11 +28,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def project(x: Float[Array, "tokens in"], weight: Array, *, out_in: bool) -> Float[Array, "tokens out"]:
-    """x times a matrix stored [in, out], or [out, in] with `out_in`. Sums in float32, result in x's dtype.
-
-    The barrier keeps XLA for CPU from fusing the product into each of its users: it would compute query, key and
-    value, or gate and up, by as many whole products.
-    """
+    """x times a matrix stored [in, out], or [out, in] with `out_in`. Sums in float32, result in x's dtype."""
     contract = 1 if out_in else 0
     product = lax.dot_general(x, weight, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
     return product.astype(x.dtype)

@@ -287,8 +287,8 @@ def rebuild_history(shapes: StepShapes):
 
 
 def logits_of(hidden, output_matrix):
-    """float32 logits of this device's part of the vocabulary, whatever the dtype of the weights. The barrier: see
-    models.decoder.project."""
+    """float32 logits of this device's part of the vocabulary, whatever the dtype of the weights. The barrier
+    keeps XLA for CPU from fusing the product into each of its users, which would compute it as many times."""
     logits = lax.dot_general(hidden, output_matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return lax.optimization_barrier(logits)
 

@@ -17,6 +17,7 @@ from omni_jax.requests.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 SUPPRESSED = -1e30  # a logit that is never chosen; finite, so that differences stay numbers
 _BLOCK = 128  # tokens a block of the two-level draw
+_CHUNK = 256  # tokens a chunk of the two-level top-k
 
 
 def most_likely(
@@ -29,13 +30,38 @@ def most_likely(
     dies of one around both results when it compiles for several devices.
     """
     vocab = logits.shape[1]
-    values, ids = (lax.optimization_barrier(x) for x in lax.top_k(logits, min(count, vocab)))
+    values, ids = (lax.optimization_barrier(x) for x in _top_k(logits, min(count, vocab)))
     if axis.size == 1:
         return values, ids
     # Devices lie in the order of their ids, so that the first of equal ones stays the first.
     values, ids = (jnp.concatenate(axis.gather(x), axis=1) for x in (values, ids + axis.first(vocab)))
     values, places = lax.top_k(values, count)
     return values, jnp.take_along_axis(ids, places, axis=1)
+
+
+def _top_k(values, count):
+    """lax.top_k, as it is fast on each platform."""
+    return lax.platform_dependent(
+        values, cpu=lambda x: tuple(lax.top_k(x, count)), default=lambda x: top_k_by_chunks(x, count)
+    )
+
+
+def top_k_by_chunks(
+    values: Float[Array, "rows numbers"], count: int
+) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
+    """What lax.top_k gives. On GPUs XLA sorts whole rows for it (its own top-k takes 16 at most); here it sorts the
+    largest of each chunk, and then the `count` best chunks: all others hold nothing that could be among the best."""
+    rows, numbers = values.shape
+    if numbers <= count * _CHUNK:
+        top, places = lax.top_k(values, count)
+        return top, places
+    padded = jnp.pad(values, ((0, 0), (0, -numbers % _CHUNK)), constant_values=-jnp.inf)
+    chunks = padded.reshape(rows, -1, _CHUNK)
+    _, best = lax.top_k(chunks.max(axis=-1), count)
+    best = jnp.sort(best, axis=-1)  # in the order of places, so that the first of equal ones stays the first
+    candidates = jnp.take_along_axis(chunks, best[:, :, None], axis=1).reshape(rows, -1)
+    top, places = lax.top_k(candidates, count)
+    return top, jnp.take_along_axis(best, places // _CHUNK, axis=1) * _CHUNK + places % _CHUNK
 
 
 def draw(

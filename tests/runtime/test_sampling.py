@@ -232,6 +232,25 @@ def _neutral(rows):
     return jnp.zeros(rows, jnp.int32), jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows)
 
 
+@pytest.mark.parametrize("numbers", [300, 20 * 256, 20 * 256 + 1, 9_999])
+@pytest.mark.parametrize("kind", ["distinct", "ties", "few finite", "all equal", "not a number"])
+def test_top_k_by_chunks_is_top_k(numbers, kind):
+    """The one for GPUs gives what lax.top_k does, the order of equal ones included."""
+    rng = np.random.default_rng(numbers)
+    values = rng.normal(size=(6, numbers)).astype(np.float32)
+    if kind == "ties":
+        values = np.round(values)
+    elif kind == "few finite":
+        values[rng.random(values.shape) > 5 / numbers] = -np.inf
+    elif kind == "all equal":
+        values[:] = 1.5
+    elif kind == "not a number":
+        values[2, numbers // 2] = np.nan
+    found = jax.jit(lambda x: sampling.top_k_by_chunks(x, 20))(values)
+    for mine, expected in zip(found, jax.lax.top_k(values, 20), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+
+
 def test_most_likely_is_sorted_and_takes_the_first_of_equals():
     logits = np.random.default_rng(2).normal(0, 1, (3, VOCAB)).astype(np.float32).round(1)
     values, ids = jax.jit(lambda x: sampling.most_likely(x, 20))(logits)
