@@ -161,9 +161,9 @@ def state_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
 def estimated_programs(model: ModelConfig, settings: Settings, devices: int) -> Programs:
     """Without compiling: what XLA was seen to keep at once, for an A100 and an H100, rounded up (docs/scale.md).
 
-    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A head that samples:
-    three times the logits in float32, and what scores prompts as many times those of a chunk. The tower: two widened copies of
-    its patches.
+    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A head that samples: three
+    times the logits in float32, and what scores prompts as many times those of a chunk. The tower: two widened copies
+    of its patches.
     """
     tokens, rows, width = settings.max_num_batched_tokens, settings.max_num_seqs, settings.dtype.itemsize
     needs = {

@@ -1,5 +1,7 @@
 """Which implementation computes what, for a model on a device."""
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -66,6 +68,23 @@ def choose(
     if asked == "auto":
         return PagedKernels(), (f"attention uses XLA: {obstacle}",)
     raise ValueError(f"attention backend {asked!r} cannot be used: {obstacle}; use auto or xla")
+
+
+def addressable(kernels: PagedKernels, num_pages: int, page: tuple[int, int, int], *, quantised: bool) -> int:
+    """So many of `num_pages` that the kernels can tell places in an array of them.
+
+    Args:
+        kernels: what was chosen.
+        num_pages: wanted.
+        page: [kv_heads, page_size, head_dim] of a device.
+        quantised: numbers are int8.
+    """
+    most = 2**31 // math.prod(page)
+    # Pallas reckons in signed 32-bit numbers up to 4 GiB of an array, and beyond that in 64-bit ones. That is right for
+    # numbers of two bytes and more.
+    if quantised and "triton" in dataclasses.astuple(kernels) and most < num_pages <= 2 * most:
+        return most
+    return num_pages
 
 
 def _obstacle(name: str, device: tuple[str, str, str | None], model: tuple[Any, Any, Any]) -> str | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from checkpoints.reader import Checkpoint
 from kernels_pallas.paged_attention import PagedKernels
+from kernels_pallas.paged_attention.choose import addressable
 from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.kernels import choose_kernels
@@ -101,10 +102,10 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
         dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-    runner_config, num_blocks = _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels)
+    runner_config = _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels)
     if channel is not None:
         runner_config = _settled(channel, model, runner_config)
-        kernels, num_blocks = runner_config.kernels, runner_config.num_pages
+        kernels = runner_config.kernels
     runner = Runner(model, weights, runner_config, mesh)
 
     compiled, hits, begin = compat.compilations(), compat.cache_hits(), time.perf_counter()
@@ -135,7 +136,7 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
         max_num_seqs=runner_config.max_num_seqs,
         max_num_batched_tokens=_budget(config, device, runner_config.max_num_seqs),
         default_sampling=_default_sampling(generation) if config.generation_config == "auto" else {},
-        num_blocks=num_blocks,
+        num_blocks=runner_config.num_pages,
         block_size=runner_config.block_size,
         kv_cache_bytes=runner_config.num_pages
         * block_bytes(
@@ -243,8 +244,8 @@ def _encoder(config: EngineConfig, vision: VisionInputs, device) -> EncoderConfi
     )
 
 
-def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels) -> tuple[RunnerConfig, int]:
-    """Limits of the batch and the number of usable blocks. `device` is one of the mesh's that this process has."""
+def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels) -> RunnerConfig:
+    """Limits of the batch and the size of the cache. `device` is one of the mesh's that this process has."""
     on_cpu = device.platform == "cpu"
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     budget = _budget(config, device, max_num_seqs)
@@ -281,8 +282,10 @@ def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, k
     memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, mesh, device)
     longest = -(-wanted // block_size)
     # Rounded up what is needed, and down what there is room for: a cache that is just large enough stays large enough.
-    num_blocks = num_pages = min(round_pages(memory // per_block), round_pages(max_num_seqs * longest + 1, up=True))
-    held = (num_blocks - 1) * block_size
+    num_pages = min(round_pages(memory // per_block), round_pages(max_num_seqs * longest + 1, up=True))
+    page = part_of(model, mesh.shape[MODEL]).num_key_value_heads, block_size, model.head_dim
+    num_pages = round_pages(addressable(kernels, num_pages, page, quantised=config.kv_cache_dtype == "int8"))
+    held = (num_pages - 1) * block_size
     if held < (config.max_model_len or 1):
         needed = round_pages(longest + 1, up=True) * per_block
         raise ValueError(
@@ -296,14 +299,14 @@ def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, k
         )
     logger.info(
         "KV cache: %d blocks of %d tokens = %d tokens, %.2f GB, %.1f sequences of %d tokens",
-        num_blocks - 1,
+        num_pages - 1,
         block_size,
         held,
         num_pages * per_block / 1e9,
         held / max_model_len,
         max_model_len,
     )
-    return dataclasses.replace(sizes, num_pages=num_pages, max_model_len=max_model_len), num_blocks
+    return dataclasses.replace(sizes, num_pages=num_pages, max_model_len=max_model_len)
 
 
 def _block_size(config: EngineConfig, device) -> int:

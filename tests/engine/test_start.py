@@ -65,7 +65,7 @@ def main():
 @pytest.fixture
 def dry(monkeypatch):
     """Loads and sizes without compiling anything."""
-    monkeypatch.setattr(Runner, "start", lambda self, progress=None: {})
+    monkeypatch.setattr(Runner, "start", lambda self, *_: {})
 
     def load(blocks=100_000, progress=None, **options):
         defaults = {

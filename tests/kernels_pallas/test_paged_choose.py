@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas.paged_attention import PagedKernels
-from kernels_pallas.paged_attention.choose import choose
+from kernels_pallas.paged_attention.choose import addressable, choose
 from kernels_pallas.paged_attention.settings import TABLE, decode_settings, device_named, mixed_settings
 
 H100 = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0"}
@@ -114,3 +114,15 @@ def test_tiles_are_powers_of_two_that_tensor_cores_take(head_dim, most_tokens):
         for tile in tiles:
             assert tile >= 16
             assert tile & (tile - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("pages", "expected"), [(1000, 1000), (2**16, 2**16), (2**16 + 1, 2**16), (2**17, 2**16), (2**17 + 1, 2**17 + 1)]
+)
+def test_arrays_that_cannot_be_addressed_are_smaller(pages, expected):
+    """int8 pages of 2**15 numbers: from 2**31 numbers to 2**32, Pallas's offsets would be negative."""
+    page = (8, 32, 128)
+    triton = PagedKernels(decode="triton", mixed="triton", write="triton")
+    assert addressable(triton, pages, page, quantised=True) == expected
+    assert addressable(triton, pages, page, quantised=False) == pages
+    assert addressable(PagedKernels(), pages, page, quantised=True) == pages
