@@ -1,5 +1,6 @@
 """Two processes share a model over loopback: the answers of one device, and an end within seconds when one goes."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -8,7 +9,10 @@ import sys
 import numpy as np
 import pytest
 
+from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.engine import Engine
+from omni_jax.runtime import processes
 from omni_jax.runtime.processes import EXIT
 from tests.engines import compile_tiny, sharing
 from tests.virtual_devices import environment
@@ -67,6 +71,48 @@ def test_when_one_process_dies_the_other_ends_with_a_clear_error(mode, survivor,
     assert code != 0
     assert code in (EXIT, -6, 1), output[-3000:]
     assert f"{lost} has gone" in output, output[-3000:]
+
+
+def proposal(**changes):
+    kernels = {"decode": "triton", "mixed": "triton", "write": "triton"}
+    same = {"model": "a", "settings": "b", "end of text": [0]}
+    return {"kernels": kernels, "num_pages": 100, "max_model_len": 64, "same": same} | changes
+
+
+def test_processes_agree_on_what_all_can_do():
+    other = {"decode": "xla", "mixed": "triton", "write": "triton"}
+    proposals = [proposal(), proposal(num_pages=80, max_model_len=48), proposal(kernels=other)]
+    assert loading._agree(proposals) == {"kernels": other, "num_pages": 80, "max_model_len": 48}
+
+
+def test_a_process_with_other_settings_is_refused_with_both():
+    other = proposal(same=proposal()["same"] | {"settings": "c"})
+    with pytest.raises(ValueError, match="process 1 was started with another settings than the front: c in place of b"):
+        loading._agree([proposal(), other])
+
+
+def test_connections_without_the_token_are_closed(caplog):
+    with processes._listen() as server:
+        port, token = server.getsockname()[1], "0123456789abcdef"
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        connections[0].close()
+        connections[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        connections[2].sendall(token[:4].encode())
+        connections[2].sendall(token[4:].encode())
+        with processes._accept(server, token) as accepted:
+            connections[2].sendall(b"!")
+            assert accepted.recv(1) == b"!"
+        with contextlib.suppress(ConnectionResetError):  # what it sent was not read to the end
+            assert connections[1].recv(1) == b""
+        for connection in connections:
+            connection.close()
+    assert caplog.text.count("without the group's token was closed") == 2
+
+
+def test_a_process_that_follows_has_no_engine():
+    config = EngineConfig(model_dir="x", num_processes=2, process_id=1, coordinator_address="h:1")
+    with pytest.raises(ValueError, match="process 1 follows process 0, which alone has an engine"):
+        Engine(config)
 
 
 @pytest.mark.parametrize(
