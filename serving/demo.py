@@ -18,8 +18,8 @@ from rich.text import Text
 
 from checkpoints.demo_model import NAME, demo_model
 from checkpoints.errors import CheckpointError
-from serving import run
-from serving.progress import progress_bar
+from omni_jax.progress import progress_bar
+from serving.http import lifecycle as run
 
 MAX_TOKENS = 120
 QUESTIONS = (
@@ -84,7 +84,7 @@ def main() -> int:
     console.print(where, soft_wrap=True, highlight=False, markup=False)
     with run.bind("127.0.0.1", 0) as sock:  # a free port, given up again for the server to take
         port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "serving.cli", "serve", str(model_dir), "--served-model-name", NAME]
+    command = [sys.executable, "-m", "serving.cli.main", "serve", str(model_dir), "--served-model-name", NAME]
     command += ["--port", str(port), "--no-access-log"]
     return demonstrate(command, f"http://127.0.0.1:{port}", NAME, console)
 

@@ -1,6 +1,6 @@
 """Tiles, splits, warps and stages of the Pallas kernels, by device: data, and the rules that pick from it.
 
-What is right is a matter of measuring. `benchmarks/gpu_check.py` tries the candidates on a device and prints the best
+What is right is a matter of measuring. `benchmarks/gpu_check` tries the candidates on a device and prints the best
 ones; they go into `TABLE`. Until a device has measured an entry it is reckoned: tiles whose two operands, `num_stages`
 deep, stay well below the shared memory of an SM, and the registers of 128 threads below 255 each.
 """

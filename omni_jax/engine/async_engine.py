@@ -9,13 +9,13 @@ from typing import Any
 
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.loading import Progress
-from omni_jax.engine.rows import Front
+from omni_jax.engine.replicas import Front
 from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.requests import Delta, InvalidRequest, MediaSpan, Request, Unavailable
-from omni_jax.scheduling.records import Recorder
-from omni_jax.segments import Segment
+from omni_jax.requests.segment import Segment
+from omni_jax.telemetry.recorder import Recorder
 
 
 class DeltaStream:

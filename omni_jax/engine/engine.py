@@ -24,6 +24,8 @@ from omni_jax.memory import BlockPool, EncoderCache, make_recycling, pool_usage
 from omni_jax.memory.compression import SINKS, WINDOW, BadController, Schedule
 from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Sequence, TokenLogprob
 from omni_jax.requests.outputs import FinishReason
+from omni_jax.requests.segment import Segment
+from omni_jax.requests.slo import SLO
 from omni_jax.runtime import StepResult
 from omni_jax.runtime.debug import describe
 from omni_jax.runtime.processes import Front
@@ -38,8 +40,8 @@ from omni_jax.scheduling import (
     SLOFirst,
 )
 from omni_jax.scheduling.limits import output_room
-from omni_jax.scheduling.records import Recorder, log_event
-from omni_jax.segments import SLO, Segment, make_policy, prompt_view, with_deadlines
+from omni_jax.segments import make_policy, prompt_view, with_deadlines
+from omni_jax.telemetry.recorder import Recorder, log_event
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.loading import Progress
-from omni_jax.engine.rows import Rows
+from omni_jax.engine.replicas import Rows
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, modalities_of, pack_part

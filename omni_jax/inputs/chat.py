@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from omni_jax.requests import InvalidRequest, Modality
+from omni_jax.requests import InvalidRequest, MediaModality
 
 MAX_NESTING = 100  # of arguments, schemas and the like; templates and json.dumps recurse over them
 
@@ -62,14 +62,14 @@ class MediaPart:
         options: the part's mm_processor_kwargs as given, not looked into: min_pixels, max_pixels, fps, num_frames.
     """
 
-    modality: Modality
+    modality: MediaModality
     source: Any
     where: str
     options: Mapping[str, Any]
 
 
 # Part type, which is also the key of its source -> modality, and whether the source is a URL (OpenAI's parts).
-_MEDIA_PARTS: dict[str, tuple[Modality, bool]] = {
+_MEDIA_PARTS: dict[str, tuple[MediaModality, bool]] = {
     "image_url": ("image", True),
     "image": ("image", False),
     "video_url": ("video", True),
@@ -83,7 +83,7 @@ _SOURCES = (str, os.PathLike, bytes, Image.Image, np.ndarray)
 
 
 def normal_messages(
-    messages: Sequence[Mapping[str, Any]], *, modalities: Collection[Modality] = ()
+    messages: Sequence[Mapping[str, Any]], *, modalities: Collection[MediaModality] = ()
 ) -> list[dict[str, Any]]:
     """Messages as templates expect them.
 
@@ -107,7 +107,7 @@ def normal_messages(
 
 
 def media_parts(
-    messages: Sequence[Mapping[str, Any]], *, modalities: Collection[Modality] = ("image", "video")
+    messages: Sequence[Mapping[str, Any]], *, modalities: Collection[MediaModality] = ("image", "video")
 ) -> list[MediaPart]:
     """The pictures and films of a conversation, in the order of its parts, which is that of the template's slots.
 
@@ -125,7 +125,7 @@ def media_parts(
     return found
 
 
-def _normal_message(message: Any, where: str, modalities: Collection[Modality]) -> dict[str, Any]:
+def _normal_message(message: Any, where: str, modalities: Collection[MediaModality]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be an object, got {type(message).__name__}")
     role = message.get("role")
@@ -141,7 +141,7 @@ def _normal_message(message: Any, where: str, modalities: Collection[Modality]) 
     return normal
 
 
-def _content(content: Any, where: str, role: str, modalities: Collection[Modality]) -> str | list[dict[str, str]]:
+def _content(content: Any, where: str, role: str, modalities: Collection[MediaModality]) -> str | list[dict[str, str]]:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -154,11 +154,11 @@ def _content(content: Any, where: str, role: str, modalities: Collection[Modalit
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.modality} for part in parts]
 
 
-def _parts(content: Sequence, where: str, role: Any, modalities: Collection[Modality]) -> list[str | MediaPart]:
+def _parts(content: Sequence, where: str, role: Any, modalities: Collection[MediaModality]) -> list[str | MediaPart]:
     return [_part(part, f"{where}[{i}]", role, modalities) for i, part in enumerate(content)]
 
 
-def _part(part: Any, where: str, role: Any, modalities: Collection[Modality]) -> str | MediaPart:
+def _part(part: Any, where: str, role: Any, modalities: Collection[MediaModality]) -> str | MediaPart:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
         if not isinstance(part.get("text"), str):
@@ -192,7 +192,7 @@ def _url(value: Any, where: str) -> str:
     return value
 
 
-def _source(value: Any, where: str, modality: Modality) -> Any:
+def _source(value: Any, where: str, modality: MediaModality) -> Any:
     if modality == "video" and isinstance(value, list | tuple):
         if not value:
             raise _invalid(f"{where} must hold at least one frame, got none")

@@ -26,7 +26,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from omni_jax.requests import InvalidRequest, Modality
+from omni_jax.requests import InvalidRequest, MediaModality
 
 DEFAULT_MAX_PIXELS = 1_003_520  # 1,280 tokens of 28 x 28 pixels
 MAX_SOURCE_PIXELS = 2**25  # of a picture or a frame before it is resized; decoded, that is 100 MB
@@ -167,7 +167,7 @@ class MediaItem:
         num_tokens: placeholders it takes in a prompt.
     """
 
-    modality: Modality
+    modality: MediaModality
     key: bytes
     grid: tuple[int, int, int]
     patches: np.ndarray
@@ -177,7 +177,7 @@ class MediaItem:
     @classmethod
     def of(
         cls,
-        modality: Modality,
+        modality: MediaModality,
         patches: np.ndarray,
         grid: tuple[int, int, int],
         settings: VisionSettings,

@@ -12,13 +12,13 @@ from omni_jax.inputs.image import MediaItem, VisionSettings, as_image, pack_imag
 from omni_jax.inputs.positions import mrope_positions
 from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.inputs.video import decode_video, film_of, pack_video
-from omni_jax.requests import InvalidRequest, MediaSpan, Modality
+from omni_jax.requests import InvalidRequest, MediaModality, MediaSpan
 
 if TYPE_CHECKING:  # models import JAX, which nothing here needs
     from omni_jax.models import VisionConfig
 
 # What a request may set for one picture or film.
-_OPTIONS: dict[Modality, frozenset[str]] = {
+_OPTIONS: dict[MediaModality, frozenset[str]] = {
     "image": frozenset({"min_pixels", "max_pixels"}),
     "video": frozenset({"min_pixels", "max_pixels", "fps", "num_frames"}),
 }
@@ -120,7 +120,7 @@ def chat_prompt(
     return expand(ids, items, vision)
 
 
-def modalities_of(tokenizer: Tokenizer, vision: "VisionConfig | None") -> tuple[Modality, ...]:
+def modalities_of(tokenizer: Tokenizer, vision: "VisionConfig | None") -> tuple[MediaModality, ...]:
     """What a model reads besides text: what it has a tower for and its chat template a slot."""
     return () if vision is None else tuple(kind for kind in _OPTIONS if kind in tokenizer.media_slots)
 
@@ -140,7 +140,7 @@ def expand(
     Raises:
         InvalidRequest: more placeholders than items of a kind, or fewer.
     """
-    kinds: dict[int, Modality] = {vision.image_token_id: "image", vision.video_token_id: "video"}
+    kinds: dict[int, MediaModality] = {vision.image_token_id: "image", vision.video_token_id: "video"}
     waiting = {kind: [item for item in items if item.modality == kind] for kind in kinds.values()}
     for token, kind in kinds.items():
         slots = list(ids).count(token)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from omni_jax.inputs.chat import clean_text, map_strings, normal_messages
 from omni_jax.inputs.control_tokens import ControlTokens
 from omni_jax.inputs.token_bytes import TextStream, TokenBytes
-from omni_jax.requests import InvalidRequest, Modality
+from omni_jax.requests import InvalidRequest, MediaModality
 
 # What template_kwargs cannot name: arguments of the call that renders, and variables that come from elsewhere.
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
@@ -55,7 +55,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special)
         self.eos_token_id = hf.eos_token_id if isinstance(hf.eos_token_id, int) else None
         self.has_chat_template = bool(hf.chat_template)
-        kinds: tuple[Modality, ...] = ("image", "video")
+        kinds: tuple[MediaModality, ...] = ("image", "video")
         self.media_slots = frozenset(kind for kind in kinds if self._slots({"type": kind}) > self._slots())
 
     @property
@@ -141,7 +141,7 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        modalities: Collection[Modality] = (),
+        modalities: Collection[MediaModality] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.prefix import count_modalities
 from omni_jax.requests import Sequence
-from omni_jax.segments import MODALITIES, Modality
+from omni_jax.requests.segment import MODALITIES, Modality
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from omni_jax.own_code import load_function
+from omni_jax.user_code import load_function
 
 Controller = Callable[[int, int], float]  # (decode step, most decode steps) -> share of the tokens that may be dropped
 

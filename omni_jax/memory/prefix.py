@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from omni_jax.requests import MediaSpan, Request
-from omni_jax.segments import MODALITIES, Modality, Segment
+from omni_jax.requests.segment import MODALITIES, Modality, Segment
 
 _Part = TypeVar("_Part", Segment, MediaSpan)
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from omni_jax.own_code import load_function
+from omni_jax.user_code import load_function
 
 HALF_LIFE_SECONDS = 600.0  # a use counts half so long after it
 PINNED_BLOCKS = 64  # from the beginning of a text; with 16 tokens a block 1,024, as long as most system prompts

@@ -1,23 +1,27 @@
 """What a client asked for and what it gets back: plain frozen data, no JAX, no I/O."""
 
 from omni_jax.requests.errors import EngineError, InvalidRequest, Unavailable
-from omni_jax.requests.media import MediaSpan, Modality
+from omni_jax.requests.media import MediaModality, MediaSpan
 from omni_jax.requests.outputs import Completion, Delta, RequestOutput, TokenLogprob
 from omni_jax.requests.request import Request
 from omni_jax.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from omni_jax.requests.segment import Segment
 from omni_jax.requests.sequence import Sequence
+from omni_jax.requests.slo import SLO
 
 __all__ = [
     "MAX_LOGPROBS",
+    "SLO",
     "Completion",
     "Delta",
     "EngineError",
     "InvalidRequest",
+    "MediaModality",
     "MediaSpan",
-    "Modality",
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "Segment",
     "Sequence",
     "TokenLogprob",
     "Unavailable",

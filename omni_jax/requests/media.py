@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-Modality = Literal["image", "video"]
+MediaModality = Literal["image", "video"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +28,7 @@ class MediaSpan:
     """
 
     key: bytes
-    modality: Modality
+    modality: MediaModality
     start: int
     length: int
     grid: tuple[int, int]

@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from omni_jax.requests.media import MediaSpan
 from omni_jax.requests.sampling_params import SamplingParams
-
-if TYPE_CHECKING:  # segments know requests; a request only carries them
-    from omni_jax.segments import SLO, Segment
+from omni_jax.requests.segment import Segment
+from omni_jax.requests.slo import SLO
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +35,8 @@ class Request:
     arrival: float = 0.0
     media: tuple[MediaSpan, ...] = ()
     positions: np.ndarray | None = dataclasses.field(default=None, compare=False)
-    segments: "tuple[Segment, ...]" = ()
-    slo: "SLO | None" = None
+    segments: tuple[Segment, ...] = ()
+    slo: SLO | None = None
     cache_salt: str = ""
     forced_ids: tuple[int, ...] = ()
 

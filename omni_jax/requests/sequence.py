@@ -2,14 +2,31 @@
 
 import bisect
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any
 
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.requests.request import Request
+from omni_jax.requests.segment import Segment
 
-if TYPE_CHECKING:
-    from omni_jax.scheduling.blocks import Swapped
-    from omni_jax.segments import Segment
+Parcel = Any  # what a scheduling.blocks.Swap knows swapped blocks by
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Swapped:
+    """Blocks of a sequence that are not on the device.
+
+    Attributes:
+        parcel: what the Swap knows them by.
+        first: place of the first of them among the sequence's blocks.
+        count: how many.
+        computed, dropped: the sequence's, once they are back.
+    """
+
+    parcel: Parcel
+    first: int
+    count: int
+    computed: int
+    dropped: int
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -36,7 +53,7 @@ class Sequence:
         registered: blocks, from the first on, that the prefix cache has looked at or been given.
         dropped: rows of the cache that compression has taken: it holds computed - dropped.
         cached: prompt tokens that it found in the prefix cache.
-        swapped: what it has on the host; see scheduling.blocks.
+        swapped: what it has on the host.
         children: siblings that wait for this one's prefill, to share its full blocks.
         scored: prompt tokens whose logprobs were handed out (with prompt_logprobs).
         media_passed: spans of the request's media that computed tokens have left behind.
@@ -65,7 +82,7 @@ class Sequence:
     registered: int = 0
     dropped: int = 0
     cached: int = 0
-    swapped: "Swapped | None" = None
+    swapped: Swapped | None = None
     children: list["Sequence"] = dataclasses.field(default_factory=list)
     scored: int = 0
     media_passed: int = 0
@@ -111,13 +128,13 @@ class Sequence:
         """Tokens that need not be computed again: those in the cache, or what there will be once the rest is back."""
         return self.computed if self.swapped is None else self.swapped.computed
 
-    def segment_at(self, place: int) -> "Segment | None":
+    def segment_at(self, place: int) -> Segment | None:
         """The segment that a place of the prompt lies in; None behind the prompt, and without segments."""
         index = bisect.bisect_right(self.request.segment_stops, place)
         return self.request.segments[index] if index < len(self.request.segments) else None
 
     @property
-    def segment(self) -> "Segment | None":
+    def segment(self) -> Segment | None:
         """The segment that is computed next."""
         return self.segment_at(self.computed)
 

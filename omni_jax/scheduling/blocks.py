@@ -14,13 +14,12 @@ comes back, and what compression takes.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from omni_jax.memory import BlockPool
 from omni_jax.memory.prefix import extend, modality
 from omni_jax.requests import Sequence
-
-Parcel = Any  # a Swap's own
+from omni_jax.requests.sequence import Parcel, Swapped
 
 
 class Swap(Protocol):
@@ -57,24 +56,6 @@ class Compression:
     ratio: Callable[[int, int], float]
     compact: Callable[[list[int], int, int, list[int]], None]
     least: int = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Swapped:
-    """Blocks of a sequence that are not on the device.
-
-    Attributes:
-        parcel: what the Swap knows them by.
-        first: place of the first of them among the sequence's blocks.
-        count: how many.
-        computed, dropped: the sequence's, once they are back.
-    """
-
-    parcel: Parcel
-    first: int
-    count: int
-    computed: int
-    dropped: int
 
 
 class Blocks:

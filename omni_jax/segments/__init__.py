@@ -1,7 +1,10 @@
 """The segment: a stretch of one request's tokens, the policies that cut a prompt into them, and when each is due. Plain
 data and pure functions: no JAX, no I/O, no clock."""
 
-from omni_jax.segments.deadlines import SLO, decode_deadline, with_deadlines
+from omni_jax.requests.segment import MODALITIES, Compute, Modality, Segment
+from omni_jax.requests.slo import SLO
+from omni_jax.segments.cover import check_cover
+from omni_jax.segments.deadlines import decode_deadline, with_deadlines
 from omni_jax.segments.policies import (
     POLICIES,
     Policy,
@@ -14,8 +17,7 @@ from omni_jax.segments.policies import (
     make_policy,
     request,
 )
-from omni_jax.segments.segment import MODALITIES, Compute, MediaView, Modality, PromptView, Segment, check_cover
-from omni_jax.segments.view import prompt_view
+from omni_jax.segments.prompt_view import MediaView, PromptView, prompt_view
 
 __all__ = [
     "MODALITIES",

@@ -6,9 +6,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from omni_jax.own_code import load_function
 from omni_jax.requests import InvalidRequest
-from omni_jax.segments.segment import MODALITIES, Modality, PromptView, Segment, check_cover
+from omni_jax.requests.segment import MODALITIES, Modality, Segment
+from omni_jax.segments.cover import check_cover
+from omni_jax.segments.prompt_view import PromptView
+from omni_jax.user_code import load_function
 
 
 def custom(path: str) -> Callable[[PromptView], tuple[Segment, ...]]:

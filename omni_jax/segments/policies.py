@@ -13,11 +13,12 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from omni_jax.requests.segment import MODALITIES, Modality, Segment
 from omni_jax.segments.custom import custom
 from omni_jax.segments.even import even_cuts
+from omni_jax.segments.prompt_view import PromptView
 from omni_jax.segments.regions import parse_regions, region_runs
 from omni_jax.segments.runs import Run, runs
-from omni_jax.segments.segment import MODALITIES, Modality, PromptView, Segment
 from omni_jax.segments.sentences import sentence_places
 from omni_jax.segments.token_text import TokenText
 

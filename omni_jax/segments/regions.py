@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_jax.segments.segment import MediaView
+from omni_jax.segments.prompt_view import MediaView
 
 REST = "rest"  # label of the tokens that lie in no named region
 _MOST = 64  # rows, columns or named regions; more than tokens are along a side of most pictures

@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 
-from omni_jax.segments.segment import MediaView, Modality, PromptView
+from omni_jax.requests.segment import Modality
+from omni_jax.segments.prompt_view import MediaView, PromptView
 from omni_jax.segments.tables import table_spans
 from omni_jax.segments.token_text import TokenText
 

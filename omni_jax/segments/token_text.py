@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-from omni_jax.segments.segment import PromptView
+from omni_jax.segments.prompt_view import PromptView
 
 CONTROL = "\f"  # stands for a control token; a form feed in a text separates as much
 

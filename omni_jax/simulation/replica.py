@@ -24,7 +24,7 @@ from omni_jax.scheduling import (
     default_buckets,
     patch_buckets,
 )
-from omni_jax.scheduling.records import Recorder
+from omni_jax.telemetry.recorder import Recorder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, cast
 
 from omni_jax.cost import CostModel
 from omni_jax.requests import Request
-from omni_jax.scheduling.records import Record, Recorder, RequestRecord, SegmentRecord
 from omni_jax.scheduling.router import Router, make_router
 from omni_jax.segments import Policy, make_policy, prompt_view, with_deadlines
 from omni_jax.simulation.replica import Replica, ReplicaConfig, Step
 from omni_jax.simulation.texts import WordTokenizer
 from omni_jax.simulation.workload import Arrival, build
+from omni_jax.telemetry.recorder import Recorder
+from omni_jax.telemetry.records import Record, RequestRecord, SegmentRecord
 
 if TYPE_CHECKING:  # transformers is not imported for a type
     from omni_jax.inputs import Tokenizer, VisionInputs

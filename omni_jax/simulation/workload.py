@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import numpy as np
 
 from omni_jax.requests import Request, SamplingParams
-from omni_jax.segments import SLO
+from omni_jax.requests.slo import SLO
 from omni_jax.simulation import texts
 
 if TYPE_CHECKING:  # transformers is not imported for a type

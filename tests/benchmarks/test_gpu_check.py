@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from benchmarks import gpu_check
-from benchmarks.gpu_check_report import markdown, targets
-from benchmarks.gpu_check_section import Section
+from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check.report import markdown, targets
+from benchmarks.gpu_check.section import Section
 from tests.engines import CACHE
 
 

@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import gpu_proof, gpu_proof_programs
-from benchmarks.gpu_proof_finding import (
+from benchmarks.gpu_proof import __main__ as gpu_proof
+from benchmarks.gpu_proof import programs as gpu_proof_programs
+from benchmarks.gpu_proof.finding import (
     COPY,
     MMA,
     Finding,

@@ -1,6 +1,6 @@
 """The benchmark of loading runs on a small model, and its table has a row a format."""
 
-from benchmarks import load
+from benchmarks.host import load
 from tests import tiny
 
 

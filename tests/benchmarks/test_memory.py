@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks import memory, memory_report
-from benchmarks.memory_case import MemoryCase
+from benchmarks.memory import __main__ as memory
+from benchmarks.memory import report as memory_report
+from benchmarks.memory.case import MemoryCase
 from tests.engines import checkpoint, load_tiny, sharing
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks import cases
+from benchmarks.cpu import cases
 from benchmarks.rounds import Series, faster, first_difference, long_row_ratio, speedup
 
 

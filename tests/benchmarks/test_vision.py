@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import gaps_case, pictures, vision_case, vision_model, vision_report
-from benchmarks.preparing import Preparer
 from benchmarks.rounds import Series, largest_gap_allowed, largest_slice, percentile
+from benchmarks.vision import case as vision_case
+from benchmarks.vision import gaps_case
+from benchmarks.vision import images as pictures
+from benchmarks.vision import model as vision_model
+from benchmarks.vision import report as vision_report
+from benchmarks.vision.preparing import Preparer
 from checkpoints.reader import Checkpoint
 from omni_jax.engine.config import EngineConfig
 from omni_jax.inputs import Tokenizer, chat_prompt

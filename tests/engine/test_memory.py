@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from omni_jax.requests import InvalidRequest
-from omni_jax.segments import SLO
+from omni_jax.requests.slo import SLO
 from tests import tiny
 from tests.engines import SETUPS, assert_idle, compile_tiny, greedy, load_tiny, make_engine, request, run
 

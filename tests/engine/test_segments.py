@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_jax.requests import InvalidRequest
-from omni_jax.segments import SLO, Segment
+from omni_jax.requests.segment import Segment
+from omni_jax.requests.slo import SLO
 from tests import tiny_vl
 from tests.engine.test_vision import CASES, asked, golden
 from tests.engines import greedy, load_tiny, make_engine, request, run

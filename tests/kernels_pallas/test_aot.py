@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import gpu_proof_kernels as cases
-from benchmarks.gpu_proof_finding import COPY, MMA, WGMMA, kernel_faults
+from benchmarks.gpu_proof import kernels as cases
+from benchmarks.gpu_proof.finding import COPY, MMA, WGMMA, kernel_faults
 from kernels_pallas import aot
 from kernels_pallas.paged_attention import PagedBatch, triton_mixed
 from kernels_pallas.paged_attention.settings import MixedSettings

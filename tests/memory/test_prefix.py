@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from omni_jax.inputs.positions import mrope_positions
 from omni_jax.memory.prefix import count_modalities, extend, modality, root_digest
 from omni_jax.requests import MediaSpan, Request, SamplingParams
-from omni_jax.segments import Segment
+from omni_jax.requests.segment import Segment
 
 PAD = 9  # the placeholder
 SIZE = 4

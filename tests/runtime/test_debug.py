@@ -5,9 +5,9 @@ import re
 import numpy as np
 
 from omni_jax.requests import Request, SamplingParams, Sequence
+from omni_jax.requests.segment import Segment
 from omni_jax.runtime.debug import describe
 from omni_jax.scheduling import Row, StepPlan
-from omni_jax.segments import Segment
 from tests.engine.test_vision import asked
 from tests.engines import greedy, load_tiny, make_engine, request
 

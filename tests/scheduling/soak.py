@@ -18,6 +18,8 @@ import numpy as np
 from omni_jax.cost import StepShape
 from omni_jax.memory import BlockPool, EncoderCache
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
+from omni_jax.requests.segment import Segment
+from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import (
     Blocks,
     Features,
@@ -29,7 +31,6 @@ from omni_jax.scheduling import (
     default_buckets,
 )
 from omni_jax.scheduling.discipline import Rank
-from omni_jax.segments import SLO, Segment
 
 EOS = 0
 ROUND = 2000  # steps of one setting, before all is drained

@@ -2,8 +2,8 @@
 
 import pytest
 
+from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import SLOFirst
-from omni_jax.segments import SLO
 from tests.scheduling.loop import Loop, picture
 
 

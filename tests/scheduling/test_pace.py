@@ -1,7 +1,7 @@
 """When a slice of the vision tower may run beside a step: not at the cost of who decodes and stands before it."""
 
+from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import SLOFirst
-from omni_jax.segments import SLO
 from tests.scheduling.loop import Loop, picture
 
 # A step of the loop takes a second.

@@ -6,8 +6,9 @@ import functools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omni_jax.requests.segment import Segment
+from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import Buckets, SLOFirst
-from omni_jax.segments import SLO, Segment
 from tests.scheduling.loop import Loop, picture
 
 LENGTHS = {"a": 1, "b": 2, "c": 3, "d": 6}  # of pictures, by name

@@ -2,7 +2,7 @@
 
 import itertools
 
-from omni_jax.segments import Segment
+from omni_jax.requests.segment import Segment
 
 not_a_function = 3
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_jax.requests import InvalidRequest
+from omni_jax.requests.segment import MODALITIES
 from omni_jax.segments import (
-    MODALITIES,
     POLICIES,
     by_length,
     by_modality,

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_jax.requests import InvalidRequest
-from omni_jax.segments import MediaView, Segment, check_cover
+from omni_jax.requests.segment import Segment
+from omni_jax.segments import MediaView, check_cover
 from tests.segments.toy import Control, Picture, view_of
 
 

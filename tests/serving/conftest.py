@@ -1,4 +1,4 @@
-"""A fake engine behind the real app, on a real socket, run as serving.run does it; and commands without a model."""
+"""A fake engine behind the real app, on a real socket, run by serving.http.lifecycle; commands without a model."""
 
 import contextlib
 import io
@@ -14,12 +14,14 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 import omni_jax
-from serving import cli, cli_serve, run
-from serving.server import make_app
-from serving.state import SERVER
+from serving.cli import main as cli
+from serving.cli import serve as cli_serve
+from serving.http import lifecycle as run
+from serving.http.server import make_app
+from serving.http.state import SERVER
 from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
+from tests.serving.images import BLUE, RED, png
 from tests.serving.listener import Listener, listening, response
-from tests.serving.pictures import BLUE, RED, png
 
 
 class Client:

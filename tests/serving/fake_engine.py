@@ -13,8 +13,9 @@ from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.models.config import VisionConfig
 from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, TokenLogprob, Unavailable
-from omni_jax.scheduling.records import Recorder
-from omni_jax.segments import Segment, make_policy, prompt_view
+from omni_jax.requests.segment import Segment
+from omni_jax.segments import make_policy, prompt_view
+from omni_jax.telemetry.recorder import Recorder
 from tests import tiny, tiny_vl
 
 TEMPLATE = (

@@ -9,8 +9,8 @@ import logging
 import signal
 import sys
 
-from serving.run import CannotListen, bind, run_server
-from serving.server import make_app
+from serving.http.lifecycle import CannotListen, bind, run_server
+from serving.http.server import make_app
 from tests.serving.fake_engine import FakeEngine
 
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from serving import demo, run
+from serving import demo
+from serving.http import lifecycle as run
 from tests.serving.fake_engine import FakeEngine
 
 

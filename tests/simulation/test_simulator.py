@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from omni_jax.cost import StepShape, TableCost
 from omni_jax.requests import InvalidRequest, MediaSpan, Request, SamplingParams
+from omni_jax.requests.segment import Segment
+from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import Buckets, SLOFirst
-from omni_jax.scheduling.records import Recorder
-from omni_jax.segments import SLO, Segment
 from omni_jax.simulation import (
     Arrival,
     LeastLoaded,
@@ -31,6 +31,7 @@ from omni_jax.simulation import (
     simulate_requests,
 )
 from omni_jax.simulation.replica import Replica
+from omni_jax.telemetry.recorder import Recorder
 from tests.cost.test_roofline import QWEN2_7B, QWEN2_VL_7B
 from tests.scheduling.loop import Loop
 

@@ -11,7 +11,8 @@ import pytest
 from omni_jax.inputs import Tokenizer, VisionInputs, VisionSettings
 from omni_jax.models.config import model_config
 from omni_jax.requests import InvalidRequest
-from omni_jax.segments import SLO, by_modality, by_sentence, prompt_view
+from omni_jax.requests.slo import SLO
+from omni_jax.segments import by_modality, by_sentence, prompt_view
 from omni_jax.simulation.texts import WordTokenizer
 from omni_jax.simulation.workload import (
     KINDS,

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import describe_client
+from serving.describe import client as describe_client
 from tests.serving.describe.fake import Fake
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from aiohttp import web
 from rich.console import Console
 
-from serving import describe, describe_report
-from serving.describe import Options
-from serving.run import bind, url
+from serving.describe import job as describe
+from serving.describe import report as describe_report
+from serving.describe.job import Options
+from serving.http.lifecycle import bind, url
 
 ROOT = Path(__file__).parents[3]
 

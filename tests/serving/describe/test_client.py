@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from serving import describe_client
-from serving.describe import connect
-from serving.describe_client import RateLimit
-from serving.run import bind, url
+from serving.describe import client as describe_client
+from serving.describe.client import RateLimit
+from serving.describe.job import connect
+from serving.http.lifecycle import bind, url
 from tests.serving.describe.fake import in_turn, options, refused, said
 
 

@@ -14,8 +14,11 @@ from aiohttp import web
 from rich.console import Console
 from typer.testing import CliRunner
 
-from serving import cli, describe, describe_report, describe_sources
-from serving.run import bind, url
+from serving.cli import main as cli
+from serving.describe import job as describe
+from serving.describe import report as describe_report
+from serving.describe import sources as describe_sources
+from serving.http.lifecycle import bind, url
 from tests.serving.describe.fake import ROOT, fill, in_turn, options, picture_of, refused, rows, run, said
 
 
@@ -172,7 +175,7 @@ def test_command_usage(server, folder, tmp_path, invoke):
 def test_command_help_and_what_it_imports():
     result = CliRunner().invoke(cli.app, ["describe-images", "--help"])
     assert "Example: omni-jax describe-images" in " ".join(result.output.split())
-    code = "import sys, serving.describe; assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
+    code = "import sys, serving.describe.job; assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from serving import describe, describe_rows
-from serving.describe import UsageError, plan
+from serving.describe import job as describe
+from serving.describe import rows as describe_rows
+from serving.describe.job import UsageError, plan
 from tests.serving.describe.fake import ROOT, fill, in_turn, options, picture_of, refused, rows, run, said
 
 
@@ -226,7 +227,7 @@ def test_limit_and_dry_run(fake, server, folder, tmp_path):
 
 def command(folder: Path, server: str, out: Path, *more: str) -> list[str]:
     words = ["describe-images", str(folder), "--prompt", "What is it?", "-o", str(out), "--server", server]
-    return [sys.executable, "-m", "serving.cli", *words, *more]
+    return [sys.executable, "-m", "serving.cli.main", *words, *more]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

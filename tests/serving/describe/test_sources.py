@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from serving import describe_sources
-from serving.describe import UsageError
-from serving.describe_sources import find_sources
+from serving.describe import sources as describe_sources
+from serving.describe.job import UsageError
+from serving.describe.sources import find_sources
 from tests.serving.describe.fake import options, picture_of, rows, run
 
 PICTURE = b"\x89PNG some bytes "

@@ -1,0 +1,169 @@
+"""Shows without a GPU that the code for GPUs is what it is meant to be: compiles it for GPUs that are not there, and
+looks at what the compilers made of it. See benchmarks/README.md."""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or JAX looks for GPUs at length
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu_proof import kernels as gpu_proof_kernels
+from benchmarks.gpu_proof import programs as gpu_proof_programs
+from benchmarks.gpu_proof.finding import Finding, Proof
+from benchmarks.processes import ROOT, say
+from kernels_pallas import aot
+
+UNAVAILABLE = 2  # exit code
+PER_PROCESS = 16  # proofs, at most, so that the last processes end together
+TIMEOUT = 900  # seconds a process may take
+EXAMPLE = """examples:
+  python -m benchmarks.gpu_proof                      the small matrix, some minutes
+  python -m benchmarks.gpu_proof --only triton-decode/h100 --json found.json
+  python -m benchmarks.gpu_proof --full --list        what there is
+
+exit code: 0 all holds, 1 something does not, 2 nothing can be compiled for GPUs here
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    if args.names:
+        return _work(args.names)
+    chosen = [p for p in all_proofs() if (p.quick or args.full) and re.search(args.only, p.name)]
+    if args.list:
+        print("\n".join(proof.name for proof in chosen))
+        return 0
+    if not chosen:
+        print(f"no proof is called like {args.only!r}; --list and --full --list show them", file=sys.stderr)
+        return 1
+    reason = aot.available()
+    if reason:
+        print(f"GPU PROOF SKIPPED, nothing was shown: {reason}")
+        return 0 if args.skip_unavailable else UNAVAILABLE
+    begin = time.monotonic()
+    findings = prove([proof.name for proof in chosen], args.processes)
+    seconds = time.monotonic() - begin
+    title = f"JAX {jax.__version__}, {importlib.metadata.version('jaxlib')} of jaxlib, {aot.ptxas_version()}"
+    if args.json:
+        args.json.write_text(json.dumps({"versions": title, "findings": [dataclasses.asdict(f) for f in findings]}))
+    Console(width=None if sys.stdout.isatty() else 160).print(table(findings, title))
+    faulty = [finding for finding in findings if finding.faults]
+    for finding in faulty:
+        for fault in finding.faults:
+            print(f"DOES NOT HOLD  {finding.proof}: {finding.what}: {fault}")
+    print(f"{len(chosen)} proofs, {len(findings)} findings, {len(faulty)} do not hold; {seconds:.0f} s")
+    return 1 if faulty else 0
+
+
+def all_proofs() -> list[Proof]:
+    return [*gpu_proof_programs.proofs(), *gpu_proof_kernels.proofs()]  # what takes longest first
+
+
+def prove(names: Sequence[str], processes: int) -> list[Finding]:
+    """Findings of the proofs, in their order. Each set runs in a process of its own: a compiler that is not content may
+    end its process."""
+    found: dict[str, list[Finding]] = {}
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        for part in pool.map(_prove_some, _shares(names)):
+            for finding in part:
+                found.setdefault(finding.proof, []).append(finding)
+    return [finding for name in names for finding in found[name]]
+
+
+def table(findings: Sequence[Finding], title: str) -> Table:
+    """What was found, for people."""
+    out = Table("what", "GPU", "registers", "spills", "shared", "found", "s", "verdict", title=title)
+    for column in out.columns[2:5]:
+        column.justify = "right"
+    for f in findings:
+        figures = ("" if number is None else str(number) for number in (f.registers, f.spills, f.shared))
+        verdict = "[red]does not hold" if f.faults else "[green]holds"
+        out.add_row(f.what, f.target, *figures, f.found, f"{f.seconds:.1f}" if f.seconds else "", verdict)
+    return out
+
+
+def _shares(names: Sequence[str]) -> list[list[str]]:
+    """Proofs of one kind and GPU go together: a process takes seconds to start."""
+    groups = collections.defaultdict(list)
+    for name in names:
+        groups[name.rpartition("/")[0]].append(name)
+    return [group[at : at + PER_PROCESS] for group in groups.values() for at in range(0, len(group), PER_PROCESS)]
+
+
+def _prove_some(names: list[str]) -> list[Finding]:
+    """Runs processes until each proof has ended, or has ended its process."""
+    findings, left = [], list(names)
+    while left:
+        done = _run([sys.executable, "-m", "benchmarks.gpu_proof", "--prove", *left])
+        ended = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        for proof in ended:
+            findings += [Finding(**{**f, "faults": tuple(f["faults"])}) for f in proof["findings"]]
+        left = left[len(ended) :]
+        if left:  # the first of them ended the process
+            kind, target, case = left[0].split("/")
+            faults = (why_it_ended(done),)
+            findings.append(Finding(proof=left[0], what=f"{kind} {case}", target=target, faults=faults))
+            left = left[1:]
+        say(f"{names[0].rpartition('/')[0]}: {len(names) - len(left)} of {len(names)}")
+    return findings
+
+
+def why_it_ended(done: subprocess.CompletedProcess[str]) -> str:
+    """The last error that a process told of, or else the last thing it said, or its exit code."""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exhausted)\b|LLVM ERROR|F\d{4} ", line)]
+    return (errors or lines or [f"exit code {done.returncode}"])[-1]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        return subprocess.CompletedProcess(command, 124, said, f"not done after {TIMEOUT} s")
+
+
+def _work(names: Sequence[str]) -> int:
+    """The far end: a line of JSON for each proof."""
+    by_name = {proof.name: proof for proof in all_proofs()}
+    for name in names:
+        findings = by_name[name].run()
+        print(json.dumps({"findings": [dataclasses.asdict(finding) for finding in findings]}), flush=True)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_proof",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--full", action="store_true", help="the wide matrix too: an hour or so")
+    parser.add_argument(
+        "--only", default="", metavar="NAME", help="proofs whose name has this regular expression in it"
+    )
+    parser.add_argument("--list", action="store_true", help="names of the proofs, and nothing else")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once; default: one a core")
+    parser.add_argument("--skip-unavailable", action="store_true", help="exit code 0 where nothing can be compiled")
+    parser.add_argument("--prove", dest="names", nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""`omni-jax kv-study`: what compressing or quantising the KV cache costs in likelihood, and saves in memory.
+
+The same windows of a text go through the engine under each plan. A window is a prompt, computed as any other, and
+decode steps in which the next token of the text is given instead of sampled (teacher forcing), so that every plan is
+asked the same questions and only its cache differs. What is measured belongs to the decode steps alone: the logprob of
+the token that each of them led to, and the rows and blocks that the sequence held while it ran. The token that the
+prompt's own last row leads to is not counted, as no plan has dropped anything by then.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import gc
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omni_jax.engine.config import EngineConfig, EngineInfo
+from omni_jax.engine.engine import Engine
+from omni_jax.inputs import Tokenizer
+from omni_jax.requests import Request, SamplingParams
+from omni_jax.scheduling.plan import StepPlan
+from omni_jax.telemetry.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+BASELINE = "off"
+DEFAULT_PLANS = ("off", "adaptive", "fixed-0.2", "fixed-0.4", "fixed-0.6", "int8", "adaptive+int8")
+PLANS_HELP = "off, adaptive, adaptive-CAP, fixed-RATIO, package.module:controller, each with or without +int8; int8"
+MOST_RATIO = 0.95  # of rows dropped
+
+Done = Callable[[int, int], None]  # (windows done, in all)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way of keeping the cache.
+
+    Attributes:
+        name: as it was asked for.
+        options: fields of EngineConfig.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Window:
+    """A stretch of the text.
+
+    Attributes:
+        prompt_ids: computed as a prompt.
+        forced_ids: the tokens that follow it: one that the prompt leads to, and one for each decode step.
+    """
+
+    prompt_ids: tuple[int, ...]
+    forced_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a plan came to. Arrays are [windows, decode steps].
+
+    Attributes:
+        plan: its name.
+        nll: negative log-likelihood (nats) of the token each step led to.
+        rows: rows of the cache that the sequence held in the step, the step's own included.
+        blocks: blocks it held.
+        block_size: rows of a block.
+        block_bytes: bytes of a block, over all layers, scales included.
+        seconds: that the windows took, start of the engine left out.
+        device: where it ran.
+        dtype: of weights and activations.
+    """
+
+    plan: str
+    nll: np.ndarray
+    rows: np.ndarray
+    blocks: np.ndarray
+    block_size: int
+    block_bytes: int
+    seconds: float
+    device: str
+    dtype: str
+
+
+class BadText(ValueError):
+    """The input holds no text, or not enough."""
+
+
+def full_ratio(step: int, total: int) -> float:
+    """A controller that asks for more than any cap allows: with a cap, a fixed ratio."""
+    del step, total
+    return MOST_RATIO
+
+
+def parse_plan(text: str) -> Plan:
+    """A plan by its name.
+
+    Raises:
+        ValueError: there is no such plan.
+    """
+    base, plus, dtype = text.partition("+")
+    options: dict[str, Any] = {}
+    if text == "int8" or (plus and dtype == "int8" and base != "int8"):
+        options["kv_cache_dtype"] = "int8"
+        base = "off" if text == "int8" else base
+    elif plus:
+        raise _unknown(text)
+    kind, dash, ratio = base.partition("-")
+    if ":" in base:
+        options |= {"enable_adaptive_compression": True, "kv_compress_controller": base}
+    elif base == "adaptive":
+        options["enable_adaptive_compression"] = True
+    elif dash and kind in ("adaptive", "fixed"):
+        options |= {"enable_adaptive_compression": True, "kv_compress_ratio": _ratio(text, ratio)}
+        if kind == "fixed":
+            options["kv_compress_controller"] = f"{__name__}:{full_ratio.__name__}"
+    elif base != BASELINE:
+        raise _unknown(text)
+    return Plan(name=text, options=options)
+
+
+def _ratio(plan: str, text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        raise _unknown(plan) from None
+    if not 0 < ratio <= MOST_RATIO:
+        raise ValueError(f"the ratio of {plan!r} must be above 0 and at most {MOST_RATIO}: a share of the rows")
+    return ratio
+
+
+def _unknown(text: str) -> ValueError:
+    return ValueError(f"there is no plan {text!r}; plans are {PLANS_HELP}")
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of a JSONL file with a "text" a line, or the paragraphs of any other text file.
+
+    Raises:
+        OSError: it cannot be read.
+        BadText: a line that is not such JSON, or bytes that are not UTF-8.
+    """
+    try:
+        with path.open(encoding="utf-8") as lines:
+            if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
+                yield from (paragraph.strip() for paragraph in lines.read().split("\n\n") if paragraph.strip())
+                return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _text_of(line, f"{path}, line {number}")
+    except UnicodeDecodeError as error:
+        raise BadText(f"{path} is not UTF-8: {error}") from None
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise BadText(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise BadText(f'{where}: expected an object with a string "text", got {line.strip()[:60]}')
+    return row["text"]
+
+
+def cut_windows(
+    texts: Iterator[str], tokenizer: Tokenizer, *, windows: int, prompt_tokens: int, steps: int
+) -> tuple[Window, ...]:
+    """The first `windows` windows of the texts, which follow one another with an empty line between.
+
+    Raises:
+        BadText: there is less text than that; the numbers are in the message.
+    """
+    length = prompt_tokens + steps + 1
+    ids: list[int] = []
+    while len(ids) < windows * length and (text := next(texts, None)) is not None:
+        ids += tokenizer.encode(text + "\n\n", add_special_tokens=False)
+    if len(ids) < windows * length:
+        raise BadText(
+            f"the text has {len(ids):,} tokens, and {windows} windows of {length} take {windows * length:,}: give more "
+            f"text, or ask for at most {len(ids) // length} windows"
+        )
+    return tuple(
+        Window(
+            prompt_ids=tuple(ids[start : start + prompt_tokens]),
+            forced_ids=tuple(ids[start + prompt_tokens : start + length]),
+        )
+        for start in range(0, windows * length, length)
+    )
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+class _Tape(Recorder):
+    """Rows and blocks that each sequence holds in each decode step, from the engine's own plans."""
+
+    def __init__(self, windows: int, steps: int):
+        super().__init__()
+        self.rows = np.full((windows, steps), -1)
+        self.blocks = np.full((windows, steps), -1)
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        super().planned(plan, now)
+        for row in plan.rows:
+            step = row.start - row.sequence.num_prompt
+            if row.count == 1 and 0 <= step < self.rows.shape[1]:
+                window = int(row.sequence.request.id)
+                self.rows[window, step] = row.start + 1 - row.dropped
+                self.blocks[window, step] = len(row.sequence.blocks)
+
+
+def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done = lambda *_: None) -> Measured:
+    """Runs the windows, as many at a time as the cache holds whole, so that none is preempted.
+
+    Raises:
+        ValueError: a window does not fit the engine.
+        RuntimeError: the engine did not give what was asked for.
+    """
+    steps = len(windows[0].forced_ids) - 1
+    tape = engine.recorder = _Tape(len(windows), steps)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=steps + 1, ignore_eos=True, logprobs=0, skip_special_tokens=False
+    )
+    waiting = collections.deque(
+        Request(
+            id=f"{number}",
+            prompt_ids=window.prompt_ids,
+            forced_ids=window.forced_ids,
+            params=params,
+        )
+        for number, window in enumerate(windows)
+    )
+    for request in waiting:
+        engine.check(request)
+    together = _together(engine.info, len(windows[0].prompt_ids) + steps + 1)
+    found: dict[str, list[float]] = {request.id: [] for request in waiting}
+    running = 0
+    begin = time.perf_counter()
+    while waiting or running:
+        while waiting and running < together:
+            engine.add(dataclasses.replace(waiting.popleft(), arrival=time.monotonic()))
+            running += 1
+        for delta in engine.step():
+            found[delta.request_id] += [entry.logprob for entry in delta.logprobs]
+            if delta.error is not None:
+                raise RuntimeError(f"window {delta.request_id} of plan {plan.name}: {delta.error}")
+            if delta.finish_reason is not None:
+                running -= 1
+                done(len(windows) - len(waiting) - running, len(windows))
+    seconds = time.perf_counter() - begin
+    short = [name for name, logprobs in found.items() if len(logprobs) != steps + 1]
+    if short or (tape.rows < 0).any():
+        raise RuntimeError(
+            f"plan {plan.name}: the engine gave {steps + 1} logprobs for all windows but {len(short)}, and "
+            f"{int((tape.rows < 0).sum())} of {tape.rows.size} decode steps were not seen by themselves"
+        )
+    return Measured(
+        plan=plan.name,
+        nll=-np.array([found[f"{number}"][1:] for number in range(len(windows))]),
+        rows=tape.rows,
+        blocks=tape.blocks,
+        block_size=engine.info.block_size,
+        block_bytes=engine.info.kv_cache_bytes // engine.info.num_blocks,
+        seconds=seconds,
+        device=engine.info.device,
+        dtype=engine.info.dtype,
+    )
+
+
+def _together(info: EngineInfo, length: int) -> int:
+    """How many windows run at once."""
+    blocks_each = -(-length // info.block_size) + 1  # one more, as somebody always takes the next a little early
+    return max(1, min(info.max_num_seqs, (info.num_blocks - 1) // blocks_each))
+
+
+def study(
+    plans: Sequence[Plan],
+    windows: Sequence[Window],
+    options: Mapping[str, Any],
+    *,
+    make: Callable[[EngineConfig], Engine],
+    measured: Callable[[list[Measured]], None],
+    done: Callable[[str, int, int], None] = lambda *_: None,
+) -> list[Measured]:
+    """Runs each plan on an engine of its own.
+
+    Args:
+        options: fields of EngineConfig that all plans share.
+        make: starts an engine.
+        measured: called after each plan with all that there is so far.
+        done: called with (plan, windows done, in all).
+
+    Raises:
+        ValueError: settings that the engine refuses, or a plan that the model cannot run; the plan is named.
+    """
+    configs = []
+    for plan in plans:  # all of them before the first one runs
+        with _named(plan):
+            configs.append(EngineConfig(**options, **plan.options))
+    results: list[Measured] = []
+    for plan, config in zip(plans, configs, strict=True):
+        with _named(plan):
+            engine = make(config)
+        results.append(measure(engine, plan, windows, done=lambda some, of, plan=plan: done(plan.name, some, of)))
+        logger.info("plan %s took %.1f s", plan.name, results[-1].seconds)
+        engine.close()
+        del engine
+        gc.collect()  # the next one needs its memory
+        measured(results)
+    return results
+
+
+@contextlib.contextmanager
+def _named(plan: Plan) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"plan {plan.name}: {error}") from error

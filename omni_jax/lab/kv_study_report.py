@@ -1,0 +1,229 @@
+"""What `omni-jax kv-study` found, as files: study.json, kv-study.png, report.md."""
+
+import dataclasses
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from omni_jax.lab.figures import NoMatplotlib, subplots
+from omni_jax.lab.kv_study import BASELINE, Measured
+from omni_jax.lab.records import write_bytes, write_json
+from omni_jax.stats.intervals import STATISTICS, Comparison, Interval, compare, interval, resamples
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger(__name__)
+
+RESAMPLES = 2000
+FEW_WINDOWS = 50  # below this the report warns
+STEPS_A_BAR = 16  # of the figure by decode step
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One plan in numbers.
+
+    Attributes:
+        plan: its name.
+        nll: mean a token, in nats, with its interval over windows.
+        against: the same beside the baseline's, window by window.
+        kv_bytes: blocks held times their size, averaged over the decode steps of a sequence.
+        saved: share of the baseline's kv_bytes.
+        rows_saved: the same of rows, before they are rounded up to blocks.
+        of_bfloat16: bytes of a row, scales included, over those of a bfloat16 row.
+    """
+
+    plan: str
+    nll: Interval
+    against: Comparison
+    kv_bytes: float
+    saved: float
+    rows_saved: float
+    of_bfloat16: float
+
+
+def summarise(results: Sequence[Measured]) -> list[Line]:
+    """A line for each plan; the first must be the baseline.
+
+    Raises:
+        ValueError: it is not.
+    """
+    baseline = results[0]
+    if baseline.plan != BASELINE:
+        raise ValueError(f"the first plan must be {BASELINE}, got {baseline.plan}")
+    drawn = resamples([len(baseline.nll)], count=RESAMPLES, seed=0)
+    mean = STATISTICS["mean"]
+    bfloat16 = baseline.block_bytes * ITEM_BYTES["bfloat16"] / ITEM_BYTES[baseline.dtype]
+    return [
+        Line(
+            plan=found.plan,
+            nll=interval(found.nll.mean(axis=1), mean, drawn),
+            against=compare(found.nll.mean(axis=1), baseline.nll.mean(axis=1), mean, drawn),
+            kv_bytes=_held(found),
+            saved=1 - _held(found) / _held(baseline),
+            rows_saved=1 - float(found.rows.mean() / baseline.rows.mean()),
+            of_bfloat16=found.block_bytes / bfloat16,
+        )
+        for found in results
+    ]
+
+
+def _held(found: Measured) -> float:
+    return float(found.blocks.mean()) * found.block_bytes
+
+
+def write_results(out: Path, results: Sequence[Measured], facts: Mapping[str, Any]) -> Path:
+    """Writes everything; `facts` says what was run. Returns the report's path."""
+    lines = summarise(results)
+    write_json(
+        out / "study.json",
+        {
+            "facts": facts,
+            "plans": [
+                dataclasses.asdict(line)
+                | {
+                    "block_size": found.block_size,
+                    "block_bytes": found.block_bytes,
+                    "seconds": round(found.seconds, 2),
+                    "nll_by_window": np.round(found.nll.mean(axis=1), 6).tolist(),
+                    "nll_by_step": np.round(found.nll.mean(axis=0), 6).tolist(),
+                    "rows_by_step": np.round(found.rows.mean(axis=0), 2).tolist(),
+                    "blocks_by_step": np.round(found.blocks.mean(axis=0), 3).tolist(),
+                }
+                for line, found in zip(lines, results, strict=True)
+            ],
+        },
+    )
+    caption = ""
+    try:
+        _write_figure(out / "kv-study.png", results, lines)
+        caption = "![likelihood and memory by plan](kv-study.png)"
+    except NoMatplotlib as error:
+        logger.warning("%s", error)
+    write_bytes(out / "report.md", _markdown(results, lines, facts, caption).encode())
+    return out / "report.md"
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The plans side by side, in Markdown."""
+    header = ("plan", "NLL a token", "change", "KV held, MiB", "saved", "rows saved", "bytes of a bf16 row")
+    rows = [header, ("---",) * len(header)]
+    for line in lines:
+        rows.append(
+            (
+                line.plan,
+                f"{line.nll.value:.4f}",
+                _change(line),
+                f"{line.kv_bytes / 2**20:.2f}",
+                _percent(line.saved),
+                _percent(line.rows_saved),
+                f"{line.of_bfloat16:.3f}",
+            )
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def sentence(line: Line) -> str:
+    """A plan in one line, for whoever watches."""
+    return f"{line.plan}: NLL {line.nll.value:.4f} ({_change(line)}), KV {line.kv_bytes / 2**20:.2f} MiB a sequence"
+
+
+def _change(line: Line) -> str:
+    if line.plan == BASELINE:
+        return "-"
+    ratio = line.against.ratio
+    return " ".join(
+        (f"{100 * (ratio.value - 1):+.2f} %", f"[{100 * (ratio.low - 1):+.2f}, {100 * (ratio.high - 1):+.2f}]")
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _markdown(results: Sequence[Measured], lines: Sequence[Line], facts: Mapping[str, Any], caption: str) -> str:
+    windows, steps = results[0].nll.shape
+    few = (
+        f"**Only {windows} windows:** the intervals are rough. {FEW_WINDOWS} or more are meant.\n\n"
+        if windows < FEW_WINDOWS
+        else ""
+    )
+    missing = [plan for plan in facts["plans"] if plan not in {line.plan for line in lines}]
+    unfinished = f"**Not finished:** {', '.join(missing)} have not run.\n\n" if missing else ""
+    return f"""# KV cache study: {facts["model"]}
+
+{few}{unfinished}{windows} windows of {facts["text"]}: {facts["prompt_tokens"]} tokens of prompt, then {steps} decode
+steps in which the text's own tokens were given (teacher forcing), through the engine's own decode.
+{results[0].dtype} on {results[0].device}, blocks of {results[0].block_size} tokens.
+
+{table(lines)}
+
+{caption}
+
+## How to read this
+
+- NLL is the mean negative log-likelihood, in nats, of the tokens that the decode steps led to; its exponential is the
+  perplexity. The change is against the plan `{BASELINE}`, window by window; in brackets a 95 % interval from
+  {RESAMPLES:,} bootstrap resamples of the windows (blocks of neighbours, as they are of one text). It says how much the
+  number depends on which windows were drawn, not how another text or model would do.
+- KV held is what one sequence's blocks take, averaged over the decode steps; a block counts whole however little of it
+  is filled. Saved is its share of `{BASELINE}`'s. Rows saved is the same before rounding to blocks.
+- The last column is the bytes of a row, scales included, over those of a bfloat16 row of this model.
+- `adaptive` is the engine's default schedule, `adaptive-0.2` the same under that cap, `fixed-0.4` that ratio from the
+  first step to the last, `+int8` with a quantised cache.
+- `study.json` has every window's and every step's means.
+"""
+
+
+# -- figure -----------------------------------------------------------------------------------------------------------
+
+
+def _write_figure(path: Path, results: Sequence[Measured], lines: Sequence[Line]) -> None:
+    figure = _figure(results, lines)
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=130, bbox_inches="tight")
+    write_bytes(path, data.getvalue())
+
+
+def _figure(results: Sequence[Measured], lines: Sequence[Line]) -> "Figure":
+    """Change of NLL against memory saved, rows by decode step, change of NLL by decode step."""
+    figure, (both, rows, steps) = subplots(1, 3, width=4.4, height=3.6)
+    for number, line in enumerate(lines):
+        ratio = line.against.ratio
+        middle = 100 * (ratio.value - 1)
+        spread = [[middle - 100 * (ratio.low - 1)], [100 * (ratio.high - 1) - middle]]
+        if line.plan == BASELINE:
+            spread = [[0.0], [0.0]]
+        both.errorbar(
+            [100 * line.saved], [middle], yerr=spread, color=f"C{number}", marker="o", capsize=3, label=line.plan
+        )
+    both.set(xlabel="KV memory saved, %", ylabel="NLL, % above off", title="cost and saving")
+    baseline = results[0].nll.mean(axis=0)
+    for number, found in enumerate(results):
+        rows.plot(1 + np.arange(found.rows.shape[1]), found.rows.mean(axis=0), color=f"C{number}", label=found.plan)
+        if number:
+            middles, changes = _by_bar(found.nll.mean(axis=0), baseline)
+            steps.plot(middles, changes, color=f"C{number}", marker=".")
+    rows.set(xlabel="decode step", ylabel="rows of the cache", title="rows held", ylim=(0, None))
+    steps.set(xlabel="decode step", ylabel="NLL, % above off", title=f"NLL by step, {STEPS_A_BAR} at a time")
+    for axes in (both, rows, steps):
+        axes.grid(alpha=0.3)
+    figure.legend(*both.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    return figure
+
+
+def _by_bar(mine: np.ndarray, baseline: np.ndarray) -> tuple[list[float], list[float]]:
+    """Middle steps of groups of STEPS_A_BAR, and the change of each group's mean, in per cent."""
+    starts = range(0, len(mine), STEPS_A_BAR)
+    groups = [slice(start, min(start + STEPS_A_BAR, len(mine))) for start in starts]
+    middles = [(group.start + group.stop + 1) / 2 for group in groups]
+    return middles, [100 * float(mine[group].mean() / baseline[group].mean() - 1) for group in groups]

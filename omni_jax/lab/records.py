@@ -1,0 +1,374 @@
+"""What a run leaves behind: rows of requests, segments and steps, and the file that holds them."""
+
+import bisect
+import collections
+import dataclasses
+import gzip
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from omni_jax.requests import MediaSpan, Request, Sequence
+from omni_jax.requests.segment import Segment
+from omni_jax.scheduling import Row, StepPlan
+from omni_jax.simulation.replica import Piece, Step
+from omni_jax.telemetry.recorder import Recorder
+from omni_jax.telemetry.records import Record, RequestRecord
+
+DIGITS = 6  # of seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestRow:
+    """A request, in seconds since the run began.
+
+    Attributes:
+        kind: text, image or table.
+        arrival: when it was due to come, whether or not anybody had time for it.
+        image_tokens: those of prompt_tokens that are a picture's.
+        scheduled_at, first_token_at: None where it never came that far.
+        pauses, preemptions: how often it lost its turn, and its slot or blocks.
+    """
+
+    id: str
+    kind: str
+    priority: int
+    arrival: float
+    prompt_tokens: int
+    image_tokens: int
+    output_tokens: int
+    scheduled_at: float | None
+    first_token_at: float | None
+    ended_at: float
+    finish_reason: str
+    pauses: int = 0
+    preemptions: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentRow:
+    """A segment of a prompt.
+
+    Attributes:
+        number: in its prompt, from 0.
+        started_at, ended_at: of the first and the last step that had tokens of it.
+        steps: that had tokens of it.
+        seconds: of those steps, its share by tokens.
+    """
+
+    request_id: str
+    number: int
+    modality: str
+    label: str
+    start: int
+    stop: int
+    priority: int
+    deadline: float | None
+    started_at: float
+    ended_at: float
+    steps: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """What a step computed: one row for each segment of a prompt, and one for all tokens that were decoded (without a
+    request).
+
+    Attributes:
+        kind: the executable's: decode or mixed.
+        size: the executable's bucket.
+    """
+
+    step: int
+    started_at: float
+    ended_at: float
+    kind: str
+    size: int
+    compute: str
+    request_id: str
+    segment: int
+    modality: str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One cell's rows.
+
+    Attributes:
+        busy_seconds: in which a step was running.
+    """
+
+    requests: tuple[RequestRow, ...]
+    segments: tuple[SegmentRow, ...] = ()
+    steps: tuple[StepRow, ...] = ()
+    busy_seconds: float = 0.0
+
+
+_TABLES: Mapping[str, type] = {"requests": RequestRow, "segments": SegmentRow, "steps": StepRow}
+
+
+class Tape(Recorder):
+    """A Recorder that also writes down what the device does, from the plans. Times are the caller's clock.
+
+    Attributes:
+        requests: records of those that ended.
+        asked: the same requests by id, as the scheduler had them: with deadlines.
+        steps: what the device did.
+    """
+
+    def __init__(self):
+        self.requests: list[RequestRecord] = []
+        self.asked: dict[str, Request] = {}
+        self.steps: list[Step] = []
+        super().__init__(sink=self._take)
+        self._began: dict[int, float] = {}  # by id of a plan that is out
+        self._tower_began = 0.0
+        self._free = -math.inf  # since when the device has nothing to do
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record, RequestRecord):
+            self.requests.append(record)
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        """A step was sent off."""
+        super().planned(plan, now)
+        self._began[id(plan)] = now
+
+    def committed(self, plan: StepPlan, now: float) -> None:
+        """Its tokens were read. It ran from when the one before it ended, if that was later than when it was sent."""
+        super().committed(plan, now)
+        began = max(self._began.pop(id(plan), now), self._free)
+        self._free = max(now, began)
+        pieces = tuple(piece for row in plan.rows for piece in _pieces(row))
+        kind = "decode" if plan.decode else "mixed"
+        self.steps.append(
+            Step(replica=0, start=began, seconds=self._free - began, kind=kind, size=plan.size, pieces=pieces)
+        )
+
+    def finished(self, sequence: Sequence, now: float) -> None:
+        """A request has ended."""
+        self.asked[sequence.request.id] = sequence.request
+        super().finished(sequence, now)
+
+    def encoding(self, spans: Iterable[MediaSpan], now: float) -> None:
+        """The vision tower has begun with them."""
+        super().encoding(spans, now)
+        self._tower_began = now
+
+    def encoded(self, spans: Iterable[MediaSpan], now: float) -> None:
+        """Their features are there."""
+        spans = tuple(spans)
+        super().encoded(spans, now)
+        pieces = tuple(Piece("", 0, 0, span.start, span.num_patches) for span in spans)
+        size = sum(span.num_patches for span in spans)
+        self.steps.append(
+            Step(
+                replica=0,
+                start=self._tower_began,
+                seconds=now - self._tower_began,
+                kind="encode",
+                size=size,
+                pieces=pieces,
+            )
+        )
+
+
+def _pieces(row: Row) -> Iterable[Piece]:
+    """A row by segments; output has the number behind the last."""
+    sequence, start, stop = row.sequence, row.start, row.start + row.count
+    stops = sequence.request.segment_stops or (sequence.num_prompt,)
+    for number in range(bisect.bisect_right(stops, start), len(stops)):
+        if start >= stop:
+            return
+        end = min(stops[number], stop)
+        yield Piece(sequence.request.id, sequence.index, number, start, end - start)
+        start = end
+    if start < stop:
+        yield Piece(sequence.request.id, sequence.index, len(stops), start, stop - start)
+
+
+def make_run(
+    records: Iterable[RequestRecord], steps: Iterable[Step], requests: Mapping[str, Request], *, start: float = 0.0
+) -> Run:
+    """A run's rows, in seconds since `start`.
+
+    Args:
+        records: of the requests that ended, in any order.
+        steps: what the device did, in any order; slices of one call of the tower become one row.
+        requests: what was sent, by id, with segments. An id begins with the kind: `text-7`.
+    """
+    merged = _merge_slices(sorted(steps, key=lambda step: step.start))
+    parts: dict[tuple[str, int], list[tuple[Step, float]]] = collections.defaultdict(list)
+    rows: list[StepRow] = []
+    for number, step in enumerate(merged):
+        here = {"step": number, "kind": step.kind, "size": step.size}
+        here |= {"started_at": step.start - start, "ended_at": step.start + step.seconds - start}
+        if step.kind == "encode":
+            tokens = sum(piece.count for piece in step.pieces)
+            rows.append(StepRow(**here, compute="encode", request_id="", segment=-1, modality="image", tokens=tokens))
+            continue
+        whole = sum(piece.count for piece in step.pieces)
+        decoded = 0
+        for piece in step.pieces:
+            segments = requests[piece.request_id].segments
+            if piece.segment >= max(len(segments), 1):
+                decoded += piece.count
+                continue
+            parts[piece.request_id, piece.segment].append((step, step.seconds * piece.count / whole))
+            rows.append(
+                StepRow(
+                    **here,
+                    compute="prefill",
+                    request_id=piece.request_id,
+                    segment=piece.segment,
+                    modality=segments[piece.segment].modality if segments else "text",
+                    tokens=piece.count,
+                )
+            )
+        if decoded:
+            rows.append(StepRow(**here, compute="decode", request_id="", segment=-1, modality="text", tokens=decoded))
+    return Run(
+        requests=tuple(
+            _request_row(record, requests[record.request_id], start)
+            for record in sorted(records, key=lambda record: (record.arrival, record.request_id))
+        ),
+        segments=tuple(
+            _segment_row(requests[request_id], number, parts[request_id, number], start)
+            for request_id, number in sorted(parts)
+        ),
+        steps=tuple(rows),
+        busy_seconds=_covered((step.start, step.start + step.seconds) for step in merged),
+    )
+
+
+def _merge_slices(steps: Iterable[Step]) -> list[Step]:
+    """Slices of the same call of the tower as one that takes from the first's beginning to the last's end."""
+    merged: list[Step] = []
+    calls: dict[int, int] = {}  # by id of the call's pieces, which its slices share
+    for step in steps:
+        if step.kind == "encode" and id(step.pieces) in calls:
+            place = calls[id(step.pieces)]
+            seconds = step.start + step.seconds - merged[place].start
+            merged[place] = dataclasses.replace(merged[place], seconds=seconds)
+            continue
+        if step.kind == "encode":
+            calls[id(step.pieces)] = len(merged)
+        merged.append(step)
+    return merged
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, reached = 0.0, -math.inf
+    for began, ended in sorted(intervals):
+        total += max(0.0, ended - max(began, reached))
+        reached = max(reached, ended)
+    return total
+
+
+def _request_row(record: RequestRecord, request: Request, start: float) -> RequestRow:
+    def since(at: float | None) -> float | None:
+        return None if at is None else at - start
+
+    return RequestRow(
+        id=record.request_id,
+        kind=record.request_id.partition("-")[0],
+        priority=record.priority,
+        arrival=record.arrival - start,
+        prompt_tokens=record.prompt_tokens,
+        image_tokens=sum(span.length for span in request.media),
+        output_tokens=record.output_tokens,
+        scheduled_at=since(record.scheduled_at),
+        first_token_at=since(record.first_token_at),
+        ended_at=record.ended_at - start,
+        finish_reason=record.finish_reason,
+        pauses=record.pauses,
+        preemptions=record.preemptions,
+    )
+
+
+def _segment_row(request: Request, number: int, parts: list[tuple[Step, float]], start: float) -> SegmentRow:
+    whole = Segment(start=0, stop=len(request.prompt_ids), modality="text", label="request")
+    segment = request.segments[number] if request.segments else whole
+    return SegmentRow(
+        request_id=request.id,
+        number=number,
+        modality=segment.modality,
+        label=segment.label,
+        start=segment.start,
+        stop=segment.stop,
+        priority=segment.priority,
+        deadline=None if math.isinf(segment.deadline) else segment.deadline - start,
+        started_at=parts[0][0].start - start,
+        ended_at=max(step.start + step.seconds for step, _ in parts) - start,
+        steps=len(parts),
+        seconds=sum(seconds for _, seconds in parts),
+    )
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_run(path: Path, run: Run, settings: Mapping[str, Any]) -> None:
+    """Writes a cell's file, whole or not at all."""
+    tables = {
+        name: {
+            "columns": [field.name for field in dataclasses.fields(kind)],
+            "rows": [[_short(value) for value in vars(row).values()] for row in getattr(run, name)],
+        }
+        for name, kind in _TABLES.items()
+    }
+    write_json(path, {"settings": settings, "busy_seconds": run.busy_seconds, **tables})
+
+
+def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
+    """A cell's rows, and the settings they were made with.
+
+    Raises:
+        ValueError: the file is not whole, or from another version.
+    """
+    content = read_json(path)
+    try:
+        tables: dict[str, Any] = {
+            name: tuple(kind(**dict(zip(content[name]["columns"], row, strict=True))) for row in content[name]["rows"])
+            for name, kind in _TABLES.items()
+        }
+        return Run(**tables, busy_seconds=content["busy_seconds"]), content["settings"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is of another version of the laboratory ({error}); delete it") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON, gzipped if the name ends with .gz, whole or not at all."""
+    data = json.dumps(content).encode()
+    write_bytes(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def read_json(path: Path) -> Any:
+    """What write_json wrote.
+
+    Raises:
+        ValueError: the file is not whole.
+    """
+    data = path.read_bytes()
+    try:
+        return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is not whole ({error}); delete it") from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+def _short(value: Any) -> Any:
+    return round(value, DIGITS) if isinstance(value, float) else value

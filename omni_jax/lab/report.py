@@ -1,0 +1,261 @@
+"""report.md: what an experiment found, readable as it stands."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from omni_jax.lab.experiment import Arm, Experiment, Rate, plain
+from omni_jax.lab.summary import ALL, Line
+from omni_jax.stats.intervals import Interval
+
+_UNITS = {"latency_ms": "ms", "ttft_ms": "ms", "tpot_ms": "ms", "queue_ms": "ms", "slowdown": "times"}
+
+
+def write_report(
+    experiment: Experiment,
+    lines: Sequence[Line],
+    *,
+    capacities: Mapping[str, float],
+    figures: Mapping[str, str],
+    missing: Sequence[str] = (),
+    facts: Mapping[str, Any],
+) -> str:
+    """Markdown.
+
+    Args:
+        capacities: requests a second that the baseline can serve, by mix.
+        figures: file name -> caption.
+        missing: names of cells that have not run.
+        facts: of the machine and the versions.
+    """
+    parts = [f"# {experiment.name}", experiment.about.strip()]
+    if missing:
+        parts.append(f"**Not finished:** {len(missing)} cells have not run, {missing[0]} the first of them.")
+    parts += [
+        "## In short",
+        _in_short(experiment, lines),
+        "## What was compared",
+        *_setting(experiment, capacities, facts),
+    ]
+    for mix in experiment.mixes:
+        for rate in experiment.rates:
+            chosen = [line for line in lines if (line.mix, line.rate) == (mix, rate.name)]
+            if chosen:
+                parts += [f"## Results: {mix}, {_rate(rate, capacities.get(mix))}", *_results(experiment, chosen)]
+    if figures:
+        parts.append("## Figures")
+        parts += [f"![{caption}]({name})\n\n{caption}." for name, caption in figures.items()]
+    parts += ["## How to read this", _NOTES.format(resamples=experiment.resamples)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _in_short(experiment: Experiment, lines: Sequence[Line]) -> str:
+    """What changed against the baseline; bold where it is more than chance."""
+    by = {
+        (line.arm, line.mix, line.rate, line.kind, line.metric, line.statistic): line.against.ratio
+        for line in lines
+        if line.against is not None
+    }
+    metric = "slowdown" if any(key[4] == "slowdown" for key in by) else "latency_ms"
+    kinds = [kind for kind in ("text", "image", "table") if any(key[3] == kind for key in by)]
+    columns = [((kind, metric, "p95"), f"{kind}, P95") for kind in kinds]
+    columns += [((kind, metric, "sd"), f"{kind}, sd") for kind in kinds[:1]]
+    columns += [((ALL, "slo_attainment", "share"), "SLO attainment"), ((ALL, "tokens_per_second", "mean"), "tokens/s")]
+    columns = [column for column in columns if any(key[3:] == column[0] for key in by)]
+    rows = [
+        [arm.name, mix, rate.name, *(_change(by.get((arm.name, mix, rate.name, *key))) for key, _ in columns)]
+        for mix in experiment.mixes
+        for rate in experiment.rates
+        for arm in experiment.arms
+        if any(key[:3] == (arm.name, mix, rate.name) for key in by)
+    ]
+    if not rows:
+        return "There is nothing to compare yet."
+    what = "slowdown (latency over that of the same request alone)" if metric == "slowdown" else "latency"
+    return (
+        f"Change against {experiment.baseline_arm.name}, of {what} by kind of request. **Bold** where the 95 % "
+        "interval leaves no change out.\n\n" + _table(["arm", "mix", "rate", *(name for _, name in columns)], rows)
+    )
+
+
+def _change(ratio: Interval | None) -> str:
+    if ratio is None or not math.isfinite(ratio.value):
+        return "-"
+    text = f"{100 * (ratio.value - 1):+.1f} %"
+    if not math.isfinite(ratio.low):
+        return text
+    text += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"
+    return text if ratio.low <= 1 <= ratio.high else f"**{text}**"
+
+
+def _setting(experiment: Experiment, capacities: Mapping[str, float], facts: Mapping[str, Any]) -> list[str]:
+    if experiment.backend == "real":
+        how = f"The real engine, model `{_model_name(experiment)}`."
+    elif experiment.gpu is not None:
+        count = f"{experiment.devices} x " if experiment.devices > 1 else ""
+        how = f"A simulation: the engine's scheduler on a virtual clock, step times of {count}{experiment.gpu} by its "
+        how += f"roofline for the model `{_model_name(experiment)}`. It predicts; nothing ran on such a GPU."
+    else:
+        how = "A simulation: the engine's scheduler on a virtual clock, with step times measured in an earlier run "
+        how += f"(`{experiment.step_times.name if experiment.step_times else ''}`)."
+    cells = f"{experiment.requests} requests x {len(experiment.seeds)} seeds for each arm, mix and rate; "
+    cells += "each arm got the same requests at the same times."
+    rows = [
+        [
+            f"{arm.name}{' (baseline)' if arm == experiment.baseline_arm else ''}",
+            _policy(arm),
+            arm.scheduling_policy,
+            "yes" if arm.enable_chunked_prefill else "no",
+            str(arm.max_num_batched_tokens or experiment.engine.max_num_batched_tokens or "default"),
+            arm.about.strip().replace("\n", " "),
+        ]
+        for arm in experiment.arms
+    ]
+    parts = [f"{how} {cells}", _table(["arm", "segments", "scheduler", "chunked", "tokens a step", ""], rows)]
+    objectives = [
+        [kind, *(_or_dash(value) for value in (slo.priority, slo.ttft_ms, slo.tpot_ms, slo.e2e_ms))]
+        for kind, slo in experiment.slo.items()
+    ]
+    if objectives:
+        parts.append("Objectives, by which all arms are judged:")
+        parts.append(_table(["kind", "priority", "TTFT ms", "TPOT ms", "end to end ms"], objectives))
+    if capacities:
+        served = ", ".join(f"{mix} {capacity:.3g} requests/s" for mix, capacity in capacities.items())
+        parts.append(f"Capacity of the baseline, by which percentages of rate are meant: {served}.")
+    parts.append(", ".join(f"{name} {value}" for name, value in facts.items()))
+    return parts
+
+
+def _model_name(experiment: Experiment) -> str:
+    return experiment.model.rstrip("/").rsplit("/", 2)[-1]
+
+
+def _policy(arm: Arm) -> str:
+    spec = arm.segment_policy
+    return spec if isinstance(spec, str) else f"`{json.dumps(plain(spec))}`"
+
+
+def _rate(rate: Rate, capacity: float | None) -> str:
+    if rate.of_capacity is not None and capacity is not None:
+        return f"{rate.name} of capacity ({rate.of_capacity * capacity:.3g} requests/s)"
+    return f"{rate.name} requests/s" if rate.per_second is not None else f"{rate.name} rate"
+
+
+def _results(experiment: Experiment, lines: Sequence[Line]) -> Iterable[str]:
+    by = {(line.arm, line.kind, line.metric, line.statistic): line for line in lines}
+    arms = [arm.name for arm in experiment.arms if any(line.arm == arm.name for line in lines)]
+    kinds = list(dict.fromkeys(line.kind for line in lines))
+    for metric, title in (
+        ("latency_ms", "Latency, ms (arrival to last token)"),
+        ("ttft_ms", "Time to first token, ms"),
+        ("slowdown", "Slowdown (latency over that of the same request alone)"),
+    ):
+        rows = [
+            [
+                kind if first else "",
+                arm,
+                str(by[arm, kind, metric, "mean"].count),
+                *(_number(by[arm, kind, metric, name].value) for name in ("mean", "p50", "p95", "p99", "sd")),
+            ]
+            for kind in kinds
+            for first, arm in _first(arm for arm in arms if (arm, kind, metric, "mean") in by)
+        ]
+        if rows:
+            yield f"### {title}"
+            yield _table(["kind", "arm", "n", "mean", "P50", "P95", "P99", "sd"], rows)
+    rows = [
+        [kind if first else "", arm, _share(by[arm, kind, "slo_attainment", "share"].value)]
+        for kind in kinds
+        for first, arm in _first(arm for arm in arms if (arm, kind, "slo_attainment", "share") in by)
+    ]
+    if rows:
+        yield "### SLO attainment"
+        yield _table(["kind", "arm", "share of requests that met all objectives"], rows)
+    metrics = ("requests_per_second", "tokens_per_second", "busy_tokens_per_second", "pauses", "preemptions")
+    rows = [[arm, *(_number(by[arm, ALL, metric, "mean"].value) for metric in metrics)] for arm in arms]
+    yield "### Throughput"
+    yield _table(["arm", "requests/s", "tokens/s", "tokens/s while busy", "pauses a run", "preemptions a run"], rows)
+    compared = [line for line in lines if line.against is not None and _worth(line)]
+    if compared:
+        yield f"### Against {experiment.baseline_arm.name}, request by request"
+        yield _table(
+            ["arm", "kind", "what", "difference", "ratio"],
+            [
+                [
+                    line.arm,
+                    line.kind,
+                    f"{_NAMES.get(line.metric, line.metric)} {_STATISTICS.get(line.statistic, '')}".strip(),
+                    _number(line.against.difference, _UNITS.get(line.metric, "")),
+                    _number(line.against.ratio),
+                ]
+                for line in compared
+                if line.against is not None
+            ],
+        )
+
+
+_NAMES = {
+    "latency_ms": "latency",
+    "ttft_ms": "TTFT",
+    "slo_attainment": "SLO attainment",
+    "tokens_per_second": "tokens/s",
+}
+_NAMES |= {"busy_tokens_per_second": "tokens/s while busy"}
+_STATISTICS = {"mean": "mean", "p50": "P50", "p95": "P95", "p99": "P99", "sd": "sd"}
+
+
+def _worth(line: Line) -> bool:
+    """What the comparison in the report shows; summary.csv has it all."""
+    if line.metric in ("latency_ms", "slowdown"):
+        return line.statistic in ("mean", "p95", "sd")
+    if line.metric == "ttft_ms":
+        return line.statistic == "p95"
+    return line.metric in ("slo_attainment", "tokens_per_second", "busy_tokens_per_second")
+
+
+def _first(names: Iterable[str]) -> Iterable[tuple[bool, str]]:
+    return ((number == 0, name) for number, name in enumerate(names))
+
+
+def _number(interval: Interval, unit: str = "") -> str:
+    if not math.isfinite(interval.value):
+        return "-"
+    text = _digits(interval.value) + (f" {unit}" if unit else "")
+    return text if not math.isfinite(interval.low) else f"{text} [{_digits(interval.low)}, {_digits(interval.high)}]"
+
+
+def _digits(value: float) -> str:
+    """Three digits, and never an exponent."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _share(interval: Interval) -> str:
+    text = f"{100 * interval.value:.1f} %"
+    return text if not math.isfinite(interval.low) else f"{text} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+_NOTES = """\
+- In brackets stand 95 % intervals. Those of requests come from {resamples} bootstrap resamples of blocks of consecutive
+  arrivals within each seed, since neighbours wait in the same queues; those of throughput from the seeds (Student). An
+  interval of a difference or a ratio draws the same requests from both arms. They say how much the numbers depend on
+  which requests happened to come, and on the seeds; another machine is another experiment.
+- Percentiles are interpolated between ranks; sd is the standard deviation, the jitter. A P99 of a few hundred requests
+  hangs on a handful of them.
+- Arrivals keep their times whether or not the engine keeps up, and latency counts from the time a request was due.
+- A request is slowed down by its latency over that of the same request on an idle engine with the baseline's settings;
+  lengths are grouped in steps of 9 % for that.
+- Throughput is prompt and output tokens until the last request ended. Below capacity it follows the arrivals, so tokens
+  a second while a step was running tell more about cost.
+- `requests.csv`, `segments.csv`, `steps.csv` hold every request, segment and step; `summary.csv` all statistics."""

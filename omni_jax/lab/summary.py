@@ -1,0 +1,281 @@
+"""Runs -> tidy tables: a line for each request, and a line for each statistic of each arm with its interval and its
+paired difference from the baseline."""
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omni_jax.lab.experiment import Cell, Experiment
+from omni_jax.lab.records import RequestRow, Run, SegmentRow, StepRow, write_bytes
+from omni_jax.requests.slo import SLO
+from omni_jax.stats.intervals import STATISTICS, Comparison, Interval, compare, interval, over_runs, resamples
+
+ALL = "all"  # the kinds of requests together
+METRICS = ("latency_ms", "ttft_ms", "tpot_ms", "queue_ms", "slowdown")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A request with what follows from its times.
+
+    Attributes:
+        queue_ms: from arrival to its first turn.
+        ttft_ms: from arrival to the first token.
+        tpot_ms: from token to token on average; None with fewer than two.
+        latency_ms: from arrival to the last token.
+        alone_ms: what the same request takes on an idle engine; None where that was not measured.
+        slowdown: latency_ms / alone_ms.
+        slo_met: all objectives of its kind; None where there are none.
+    """
+
+    row: RequestRow
+    queue_ms: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    latency_ms: float
+    alone_ms: float | None
+    slowdown: float | None
+    slo_met: bool | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """A statistic of an arm.
+
+    Attributes:
+        kind: of request, or all.
+        metric, statistic: latency_ms, ttft_ms, tpot_ms, queue_ms or slowdown with mean, p50, p95, p99 or sd;
+            slo_attainment with share; requests_per_second, tokens_per_second, busy_tokens_per_second, pauses and
+            preemptions with mean (of runs).
+        count: requests, or runs.
+        against: the baseline; None for the baseline itself, and where requests cannot be paired.
+    """
+
+    arm: str
+    mix: str
+    rate: str
+    kind: str
+    metric: str
+    statistic: str
+    count: int
+    value: Interval
+    against: Comparison | None = None
+
+
+def judge(row: RequestRow, slo: SLO | None, alone: float | None) -> Judged:
+    """A request's figures.
+
+    Args:
+        slo: what it is judged by.
+        alone: seconds the same request takes alone.
+    """
+    whole = row.finish_reason in ("stop", "length")
+    first = row.first_token_at
+    latency = 1000 * (row.ended_at - row.arrival)
+    ttft = None if first is None else 1000 * (first - row.arrival)
+    tpot = None if first is None or row.output_tokens < 2 else 1000 * (row.ended_at - first) / (row.output_tokens - 1)
+    met = None
+    if slo is not None and (slo.ttft_ms, slo.tpot_ms, slo.e2e_ms) != (None, None, None):
+        pairs = ((slo.ttft_ms, ttft), (slo.tpot_ms, tpot), (slo.e2e_ms, latency))
+        met = whole and all(limit is None or value is None or value <= limit for limit, value in pairs)
+    return Judged(
+        row=row,
+        queue_ms=None if row.scheduled_at is None else 1000 * (row.scheduled_at - row.arrival),
+        ttft_ms=ttft,
+        tpot_ms=tpot,
+        latency_ms=latency,
+        alone_ms=None if alone is None else 1000 * alone,
+        slowdown=None if alone is None else latency / (1000 * alone),
+        slo_met=met,
+    )
+
+
+Runs = Mapping[str, tuple[Cell, Run, tuple[Judged, ...]]]  # by the cell's name, in the experiment's order
+
+
+def summarise(experiment: Experiment, runs: Runs) -> list[Line]:
+    """All statistics of all arms. Cells that are missing are left out, and seeds that an arm has and the baseline has
+    not are in its own numbers only."""
+    lines = []
+    for mix in experiment.mixes:
+        for rate in experiment.rates:
+            of_arm = {
+                arm.name: [
+                    runs[name] for name, (cell, *_) in runs.items() if _stands_in(cell, mix, rate.name, arm.name)
+                ]
+                for arm in experiment.arms
+            }
+            baseline = of_arm[experiment.baseline_arm.name]
+            for arm in experiment.arms:
+                if of_arm[arm.name]:
+                    other = baseline if arm != experiment.baseline_arm else []
+                    lines += _of_arm(experiment, (arm.name, mix, rate.name), of_arm[arm.name], other)
+    return lines
+
+
+def _stands_in(cell: Cell, mix: str, rate: str, arm: str) -> bool:
+    return (cell.mix, cell.rate.name, cell.arm.name) == (mix, rate, arm)
+
+
+def _of_arm(experiment: Experiment, where: tuple[str, str, str], mine: list, baseline: list) -> list[Line]:
+    lines: list[Line] = []
+    names = dict(zip(("arm", "mix", "rate"), where, strict=True))
+    paired = [cell.seed for cell, *_ in mine] == [cell.seed for cell, *_ in baseline]
+    for kind in _kinds(mine):
+        for metric in METRICS:
+            values, sizes = _column(mine, kind, metric)
+            other = _column(baseline, kind, metric) if paired else None
+            if not values.size:
+                continue
+            drawn = resamples(sizes, count=experiment.resamples, seed=0)
+            same = other is not None and other[1] == sizes
+            for statistic, function in STATISTICS.items():
+                against = compare(values, other[0], function, drawn) if same and other is not None else None
+                value = interval(values, function, drawn)
+                lines.append(
+                    Line(
+                        **names,
+                        kind=kind,
+                        metric=metric,
+                        statistic=statistic,
+                        count=values.size,
+                        value=value,
+                        against=against,
+                    )
+                )
+        met, sizes = _column(mine, kind, "slo_met")
+        if met.size:
+            other = _column(baseline, kind, "slo_met") if paired else None
+            drawn = resamples(sizes, count=experiment.resamples, seed=0)
+            mean = STATISTICS["mean"]
+            against = compare(met, other[0], mean, drawn) if other is not None and other[1] == sizes else None
+            lines.append(
+                Line(
+                    **names,
+                    kind=kind,
+                    metric="slo_attainment",
+                    statistic="share",
+                    count=met.size,
+                    value=interval(met, mean, drawn),
+                    against=against,
+                )
+            )
+    for metric, function in _OF_RUN.items():
+        values = [function(run) for _, run, _ in mine]
+        others = [function(run) for _, run, _ in baseline] if paired else []
+        against = None
+        if others and all(others):
+            differences = [value - other for value, other in zip(values, others, strict=True)]
+            against = Comparison(difference=over_runs(differences), ratio=over_runs(values, others))
+        lines.append(
+            Line(
+                **names,
+                kind=ALL,
+                metric=metric,
+                statistic="mean",
+                count=len(values),
+                value=over_runs(values),
+                against=against,
+            )
+        )
+    return lines
+
+
+def _kinds(runs: list) -> list[str]:
+    found = {judged.row.kind for _, _, some in runs for judged in some}
+    return [ALL, *(kind for kind in ("text", "image", "table") if kind in found)]
+
+
+def _column(runs: list, kind: str, metric: str) -> tuple[np.ndarray, list[int]]:
+    """A number of each request of a kind, in order of arrival and run after run, and how many each run has. What is
+    None for one is left out."""
+    columns = []
+    for _, _, some in runs:
+        chosen = [judged for judged in some if kind in (ALL, judged.row.kind)]
+        found = [getattr(judged, metric) for judged in sorted(chosen, key=lambda judged: judged.row.arrival)]
+        columns.append([float(value) for value in found if value is not None])
+    columns = [column for column in columns if column]
+    return np.array([value for column in columns for value in column]), [len(column) for column in columns]
+
+
+def _tokens(run: Run) -> int:
+    return sum(row.prompt_tokens + row.output_tokens for row in run.requests if row.finish_reason in ("stop", "length"))
+
+
+def _span(run: Run) -> float:
+    """Seconds from the first arrival to the last end."""
+    return max(row.ended_at for row in run.requests) - min(row.arrival for row in run.requests)
+
+
+_OF_RUN = {
+    "requests_per_second": lambda run: (
+        sum(row.finish_reason in ("stop", "length") for row in run.requests) / max(_span(run), 1e-9)
+    ),
+    "tokens_per_second": lambda run: _tokens(run) / max(_span(run), 1e-9),
+    "busy_tokens_per_second": lambda run: _tokens(run) / max(run.busy_seconds, 1e-9),
+    "pauses": lambda run: float(sum(row.pauses for row in run.requests)),
+    "preemptions": lambda run: float(sum(row.preemptions for row in run.requests)),
+}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+_CELL = ("arm", "mix", "rate", "seed")
+_DERIVED = ("queue_ms", "ttft_ms", "tpot_ms", "latency_ms", "alone_ms", "slowdown", "slo_met")
+REQUEST_COLUMNS = (*_CELL, *(field.name for field in dataclasses.fields(RequestRow)), *_DERIVED)
+SEGMENT_COLUMNS = (*_CELL, *(field.name for field in dataclasses.fields(SegmentRow)))
+STEP_COLUMNS = (*_CELL, *(field.name for field in dataclasses.fields(StepRow)))
+SUMMARY_COLUMNS = (
+    *("arm", "mix", "rate", "kind", "metric", "statistic", "count", "value", "low", "high"),
+    *("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high"),
+)
+
+
+def write_tables(directory: Path, runs: Runs, lines: Sequence[Line]) -> None:
+    """requests.csv, segments.csv, steps.csv and summary.csv."""
+
+    def cells(attribute: str) -> Iterable[list[Any]]:
+        for cell, run, _ in runs.values():
+            for row in getattr(run, attribute):
+                yield [*_of_cell(cell), *vars(row).values()]
+
+    requests = (
+        [*_of_cell(cell), *vars(judged.row).values(), *(getattr(judged, name) for name in _DERIVED)]
+        for cell, _, some in runs.values()
+        for judged in some
+    )
+    for name, columns, rows in (
+        ("requests", REQUEST_COLUMNS, requests),
+        ("segments", SEGMENT_COLUMNS, cells("segments")),
+        ("steps", STEP_COLUMNS, cells("steps")),
+        ("summary", SUMMARY_COLUMNS, map(_summary_row, lines)),
+    ):
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([[_shown(value) for value in row] for row in rows])
+        write_bytes(directory / f"{name}.csv", text.getvalue().encode())
+
+
+def _of_cell(cell: Cell) -> list[Any]:
+    return [cell.arm.name, cell.mix, cell.rate.name, cell.seed]
+
+
+def _summary_row(line: Line) -> list[Any]:
+    parts = [line.value, *([line.against.difference, line.against.ratio] if line.against else [])]
+    numbers = [number for part in parts for number in (part.value, part.low, part.high)]
+    head = [line.arm, line.mix, line.rate, line.kind, line.metric, line.statistic, line.count]
+    return head + numbers + [None] * (9 - len(numbers))
+
+
+def _shown(value: Any) -> Any:
+    """Empty for what there is not; microseconds of seconds."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return round(value, 6) if isinstance(value, float) else value

@@ -1,0 +1,100 @@
+"""The engine's own programs, compiled for a GPU that is not there: what they need besides weights and cache."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from kernels_pallas import aot
+from kernels_pallas.paged_attention.choose import choose
+from omni_jax.models import ModelConfig, abstract_weights
+from omni_jax.planner.memory import Programs, Settings, feature_rows
+from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
+from omni_jax.runtime.executables import Job
+from omni_jax.runtime.sharding import fit, sharding_of
+from omni_jax.scheduling import Buckets, patch_buckets
+
+TARGETS = {"a100-40gb": "a100", "a100": "a100", "h100": "h100", "h200": "h200"}  # key of cost.GPUS -> of aot.TARGETS
+CAPABILITIES = {"a100": "8.0", "h100": "9.0", "h200": "9.0"}
+LAYERS_PER_SLICE = 8  # of the vision tower: the engine's default on a GPU
+LAYERS = 2  # compiled of the text model: all have the same shapes, and one layer's temporaries are the next one's
+Progress = Callable[[str, int, int], None]
+
+PAGES = 16  # of the pool: what programs take for themselves does not depend on them
+
+
+def compiled_programs(
+    model: ModelConfig, settings: Settings, devices: int, gpu: str, *, progress: Progress | None = None
+) -> Programs:
+    """Compiles the largest program of each kind that can be the largest of all, as the engine does when it sizes its
+    cache (engine.loading), and takes what XLA says of their memory.
+
+    Args:
+        gpu: a key of cost.GPUS.
+        progress: called with (program, how many are done, how many there are) before each.
+
+    Raises:
+        aot.ToolMissing: there is no CUDA plugin, see aot.available.
+    """
+    target = TARGETS[gpu.lower()]
+    mesh = aot.mesh(target, devices)
+    model = fit(dataclasses.replace(model, num_hidden_layers=min(LAYERS, model.num_hidden_layers)), devices)
+    kernels, _ = choose(
+        platform="gpu",
+        device_kind=aot.device_kind(target),
+        compute_capability=CAPABILITIES[target],
+        head_dim=model.head_dim,
+        page_size=settings.block_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+    )
+    sizes = RunnerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        block_size=settings.block_size,
+        num_pages=PAGES,
+        buckets=Buckets(decode=(settings.max_num_seqs,), mixed=(settings.max_num_batched_tokens,)),
+        dtype=settings.dtype,
+        encoder=_encoder(model, settings),
+        kv_cache_dtype=settings.kv_cache_dtype,
+        kernels=kernels,
+    )
+    runner = Runner(model, abstract_weights(model, settings.dtype, sharding_of(mesh)), sizes, mesh)
+    found = []
+    jobs = list(_largest(runner.jobs()))
+    for number, job in enumerate(jobs):
+        name = " ".join(map(str, job.key))
+        if progress is not None:
+            progress(name, number, len(jobs))
+        compiled = aot.compile_for(mesh, job.function, job.arguments, donate=job.donate, results=job.results)
+        memory = compiled.memory_analysis()
+        found.append((memory.temp_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes, name))
+    temporaries, _, name = max(found)
+    return Programs(
+        temporaries=temporaries, results=2 * max(new for _, new, _ in found), source="compiled", largest=name
+    )
+
+
+def _largest(jobs: list[Job]) -> Iterator[Job]:
+    """Bodies, the head that does most, what scores prompts, and the tower's. Other heads do less than that one, admit
+    and history touch little."""
+    seen = set()
+    for job in jobs:  # the largest of a kind comes first
+        kind = tuple(part for part in job.key if isinstance(part, str))
+        if kind not in seen and (kind[0] in ("mixed", "decode", "score", "encode") or kind == ("head", "full")):
+            seen.add(kind)
+            yield job
+
+
+def _encoder(model: ModelConfig, settings: Settings) -> EncoderConfig | None:
+    """Of the largest picture. How pixels are scaled does not matter."""
+    if model.vision is None:
+        return None
+    return EncoderConfig(
+        feature_rows=feature_rows(model, settings),
+        buckets=patch_buckets(settings.max_pixels // model.vision.patch_size**2)[-1:],
+        layers_per_slice=LAYERS_PER_SLICE,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        rescale_factor=1 / 255,
+    )

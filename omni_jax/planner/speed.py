@@ -1,0 +1,167 @@
+"""How fast a plan would be, by the roofline that simulations use."""
+
+import dataclasses
+from typing import Literal
+
+from omni_jax.cost import Roofline, StepShape, causal_pairs
+from omni_jax.cost.roofline import ACTIVATION_BYTES
+from omni_jax.planner.memory import DeviceMemory, Settings
+
+PICTURE_PIXELS = 1_003_520  # what the engine resizes larger pictures to
+ROWS = (1, 8, 32, 64, 128, 256)
+PROMPTS = (128, 512, 2048, 8192, 32768)
+
+Bound = Literal["compute", "memory"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Typical:
+    """What requests are like.
+
+    Attributes:
+        prompt_tokens, output_tokens: of each.
+    """
+
+    prompt_tokens: int = 1024
+    output_tokens: int = 256
+
+    def __post_init__(self):
+        if min(self.prompt_tokens, self.output_tokens) < 1:
+            raise ValueError(
+                f"requests have at least 1 token of prompt and 1 of output, got {self.prompt_tokens} and "
+                f"{self.output_tokens}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """A step of `rows` sequences that have `context` tokens each in the cache."""
+
+    rows: int
+    context: int
+    seconds: float
+    bound: Bound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """A prompt of `tokens`, computed alone: the time to its first token on an idle engine."""
+
+    tokens: int
+    seconds: float
+    bound: Bound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """One all-reduce, of which a step has two in each layer."""
+
+    what: str
+    nbytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeBound:
+    """The fewest rows of a decode step, `context` tokens each, whose products take longer than its bytes; None: no
+    batch does."""
+
+    context: int
+    rows: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What to expect of a plan.
+
+    Attributes:
+        decode, prefill, all_reduce, compute_bound: step times.
+        all_reduces_per_step: in a step of the text model.
+        typical: the requests that what follows is about.
+        running: of them at once, on a data row.
+        ttft_seconds: to the first token, on an idle engine.
+        full_step_seconds: of a step of max_num_batched_tokens: the longest a stream waits for other people's prompts.
+        tpot_seconds: from token to token, with `running` sequences half-way through their output.
+        output_tokens_per_second: of all data rows, kept full: each request costs its prefill and its share of the
+            decode steps.
+        requests_per_second: the same by requests.
+        picture_seconds: of one picture of PICTURE_PIXELS through the vision tower; None for a model without.
+    """
+
+    decode: tuple[DecodeStep, ...]
+    prefill: tuple[Prefill, ...]
+    all_reduce: tuple[AllReduce, ...]
+    all_reduces_per_step: int
+    compute_bound: tuple[ComputeBound, ...]
+    typical: Typical
+    running: int
+    ttft_seconds: float
+    full_step_seconds: float
+    tpot_seconds: float
+    output_tokens_per_second: float
+    requests_per_second: float
+    picture_seconds: float | None
+
+
+def make_speed(cost: Roofline, settings: Settings, memory: DeviceMemory, typical: Typical, data: int) -> Speed:
+    """Step times of a data row, and what `data` of them do together. `typical` is cut to max_model_len."""
+    longest = settings.max_model_len
+    prompt = min(typical.prompt_tokens, longest - 1)
+    output = min(typical.output_tokens, longest - prompt)
+    blocks = -(-(prompt + output) // settings.block_size)
+    running = min(settings.max_num_seqs, memory.num_blocks // blocks)
+    held = memory.num_blocks * settings.block_size
+    rows = sorted({n for n in ROWS if n < settings.max_num_seqs} | {settings.max_num_seqs})
+    contexts = sorted({min(n, longest) for n in (prompt, 8192, longest)})
+    prompts = sorted({n for n in PROMPTS if n < longest} | {longest})
+    ttft = cost.prefill_seconds(prompt, 0)
+    tpot = cost.decode_seconds(running, running * (prompt + output // 2))
+    # In the time that `running` requests take, all are prefilled once and decode together.
+    seconds = running * ttft + output * tpot
+    return Speed(
+        decode=tuple(_decode(cost, n, context) for context in contexts for n in rows if n * context <= held),
+        prefill=tuple(_prefill(cost, n) for n in prompts),
+        all_reduce=tuple(_all_reduces(cost, settings)),
+        all_reduces_per_step=0 if cost.devices == 1 else 2 * cost.sizes.layers,
+        compute_bound=tuple(ComputeBound(context=n, rows=cost.compute_bound_rows(n)) for n in (1, *contexts)),
+        typical=Typical(prompt_tokens=prompt, output_tokens=output),
+        running=running,
+        ttft_seconds=ttft,
+        full_step_seconds=cost.prefill_seconds(settings.max_num_batched_tokens, 0),
+        tpot_seconds=tpot,
+        output_tokens_per_second=data * running * output / seconds,
+        requests_per_second=data * running / seconds,
+        picture_seconds=_picture(cost, settings),
+    )
+
+
+def _decode(cost: Roofline, rows: int, context: int) -> DecodeStep:
+    shape = StepShape(kind="decode", size=rows, rows=rows, tokens=rows, context=rows * context, attended=rows * context)
+    return DecodeStep(rows=rows, context=context, seconds=cost.seconds(shape), bound=_bound(cost, shape))
+
+
+def _prefill(cost: Roofline, tokens: int) -> Prefill:
+    first = min(tokens, cost.chunk_tokens)
+    shape = StepShape(kind="mixed", size=first, rows=1, tokens=first, context=first, attended=causal_pairs(first, 0))
+    return Prefill(tokens=tokens, seconds=cost.prefill_seconds(tokens, 0), bound=_bound(cost, shape))
+
+
+def _bound(cost: Roofline, shape: StepShape) -> Bound:
+    compute, memory, _ = cost.times(shape)
+    return "compute" if compute > memory else "memory"
+
+
+def _all_reduces(cost: Roofline, settings: Settings) -> list[AllReduce]:
+    if cost.devices == 1:
+        return []
+    row = cost.sizes.hidden_size * max(ACTIVATION_BYTES, settings.dtype.itemsize)
+    return [
+        AllReduce(what=f"{n:,} {unit}", nbytes=n * row, seconds=cost.all_reduce_seconds(n * row))
+        for n, unit in ((settings.max_num_seqs, "rows"), (settings.max_num_batched_tokens, "tokens"))
+    ]
+
+
+def _picture(cost: Roofline, settings: Settings) -> float | None:
+    if cost.sizes.vision is None:
+        return None
+    return cost.encode_seconds(min(PICTURE_PIXELS, settings.max_pixels) // cost.sizes.vision.patch_pixels)

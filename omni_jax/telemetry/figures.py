@@ -1,0 +1,144 @@
+"""What records come to: figures for a person or a dashboard, and a table of a request's segments. Pure functions."""
+
+import bisect
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from omni_jax.telemetry.records import RequestRecord, SegmentRecord
+
+Stage = Literal["queue", "encode", "prefill", "decode"]
+Objective = Literal["ttft", "tpot", "e2e"]
+
+STAGES: tuple[Stage, ...] = ("queue", "encode", "prefill", "decode")
+OBJECTIVES: tuple[Objective, ...] = ("ttft", "tpot", "e2e")
+MOST_PRIORITIES = 16  # told apart in a summary; clients choose them
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Histogram:
+    """Counts of seconds at or below each bound of SECONDS (the last is beyond all of them), and their sum."""
+
+    def __init__(self):
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
+        self.sum += seconds
+
+    def merge(self, other: "Histogram") -> None:
+        """Adds what another has counted."""
+        self.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
+
+def request_figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Of requests: by class and by priority, the rarest priorities together."""
+    common = collections.Counter(record.priority for record in requests).most_common(MOST_PRIORITIES)
+    shown = {priority for priority, _ in common}
+    by_class = grouped(requests, lambda record: record.modality)
+    by_priority = grouped(requests, lambda record: str(record.priority) if record.priority in shown else "other")
+    return {
+        "by_class": {name: _of_requests(group) for name, group in by_class.items()},
+        "by_priority": {name: _of_requests(group) for name, group in by_priority.items()},
+    }
+
+
+def segment_figures(segments: Sequence[SegmentRecord]) -> dict[str, Any]:
+    """Of segments: by class."""
+    by_class = grouped(segments, lambda record: record.modality)
+    return {"by_class": {name: _of_segments(group) for name, group in by_class.items()}}
+
+
+def segment_table(request: RequestRecord, segments: Sequence[SegmentRecord]) -> list[str]:
+    """A request's segments for a person: a heading, and a line for each, in order of their places."""
+    name = f"{request.request_id}[{request.index}]"
+    lines = [
+        f"segments of {name}: {request.modality}, priority {request.priority}, {request.finish_reason}, "
+        f"{request.pauses} pauses, {request.preemptions} preemptions, {request.e2e * 1000:.1f} ms",
+        f"{'no':>4} {'modality':<8} {'label':<28} {'tokens':>7} {'queue ms':>9} {'encode ms':>10} {'prefill ms':>11} "
+        f"{'decode ms':>10} {'steps':>6}  deadline",
+    ]
+    for record in sorted(segments, key=lambda record: (record.start, record.compute != "encode")):
+        times = dict(stages(record))
+        queue, encode, prefill, decode = (f"{times[stage] * 1000:.1f}" if stage in times else "-" for stage in STAGES)
+        met = {None: "none", True: "met", False: "missed"}[record.deadline_met]
+        lines.append(
+            f"{record.number:>4} {record.modality:<8} {record.label[:28]!r:<28} {record.stop - record.start:>7} "
+            f"{queue:>9} {encode:>10} {prefill:>11} {decode:>10} {record.steps:>6}  {met}"
+        )
+    return lines
+
+
+def stages(record: "SegmentRecord") -> list[tuple[Stage, float]]:
+    """Where a segment's time went."""
+    if record.compute == "prefill":
+        return [("queue", record.started_at - record.queued_at), ("prefill", record.seconds)]
+    return [(record.compute, record.seconds)]
+
+
+def grouped(records: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """Records of one key together, keys ascending."""
+    groups: dict[Any, list[Any]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return dict(sorted(groups.items()))
+
+
+def attained(requests: Iterable[RequestRecord]) -> dict[Objective, dict[str, Any]]:
+    """For each objective that any of the requests had: how many had it, how many met it."""
+    found: dict[Objective, dict[str, Any]] = {}
+    for name in OBJECTIVES:
+        verdicts = [met for request in requests if (met := getattr(request, f"{name}_met")) is not None]
+        if verdicts:
+            met = sum(verdicts)
+            found[name] = {"requests": len(verdicts), "met": met, "share": met / len(verdicts)}
+    return found
+
+
+def _of_requests(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    completed = [request for request in requests if request.completed]
+    figures: dict[str, Any] = {
+        "requests": len(requests),
+        "finish_reasons": dict(sorted(collections.Counter(request.finish_reason for request in requests).items())),
+        "pauses": sum(request.pauses for request in requests),
+        "preemptions": sum(request.preemptions for request in requests),
+        "slo": attained(requests),
+    }
+    for stage in STAGES:
+        figures[f"{stage}_ms"] = _figures(getattr(request, f"{stage}_seconds") for request in completed)
+    for name in OBJECTIVES:
+        figures[f"{name}_ms"] = _figures(getattr(request, name) for request in completed)
+    return figures
+
+
+def _of_segments(segments: Sequence[SegmentRecord]) -> dict[str, Any]:
+    seconds: dict[Stage, list[float]] = {stage: [] for stage in STAGES}
+    for segment in segments:
+        for stage, taken in stages(segment):
+            seconds[stage].append(taken)
+    verdicts = [met for segment in segments if (met := segment.deadline_met) is not None]
+    figures: dict[str, Any] = {"segments": len(segments)}
+    if verdicts:
+        met = sum(verdicts)
+        figures["deadlines"] = {"segments": len(verdicts), "met": met, "share": met / len(verdicts)}
+    return figures | {f"{stage}_ms": _figures(seconds[stage]) for stage in STAGES}
+
+
+def _figures(seconds: Iterable[float | None]) -> dict[str, float | int]:
+    """Of those that are there: count, and mean, (population) standard deviation and percentiles in milliseconds."""
+    values = np.array([value for value in seconds if value is not None]) * 1000
+    if not values.size:
+        return {"count": 0}
+    p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
+    return {
+        "count": values.size,
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "p50": p50,
+        "p95": p95,
+        "p99": p99,
+    }

@@ -1,0 +1,413 @@
+"""What became of each request and each segment, and what that comes to: times by class and priority, objectives met,
+pauses and preemptions. Pure Python with bounded memory; time comes in with every call.
+
+The engine and the simulation call the same `Recorder`: after each plan `event` for each of the scheduler's events and
+`planned`; `committed` after each commit; `finished` for each sequence, however it ended; `encoding` and `encoded`
+around each call of the vision tower. Whoever holds one calls it `recorder`.
+"""
+
+import bisect
+import collections
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from omni_jax.requests import MediaSpan, Request
+from omni_jax.requests import Sequence as Continuation
+from omni_jax.requests.segment import Modality, Segment
+from omni_jax.requests.slo import SLO
+from omni_jax.scheduling.plan import Row, StepPlan
+from omni_jax.scheduling.scheduler import Event
+from omni_jax.segments import decode_deadline
+from omni_jax.telemetry.figures import (
+    Histogram,
+    Objective,
+    Stage,
+    attained,
+    grouped,
+    request_figures,
+    segment_figures,
+    segment_table,
+    stages,
+)
+from omni_jax.telemetry.records import Record, RequestRecord, SegmentRecord
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 2048  # requests, and segments, that figures are made of
+_MOST_PICTURES = 8192  # whose time in the tower is remembered
+
+
+def request_class(request: Request) -> Modality:
+    """What a request is counted as: video, image or table, the first of these that is in it; else text. Tables are
+    known where the segment policy tells them apart."""
+    found = {span.modality for span in request.media} | {segment.modality for segment in request.segments}
+    rarest: tuple[Modality, ...] = ("video", "image", "table")
+    for kind in rarest:
+        if kind in found:
+            return kind
+    return "text"
+
+
+def log_event(event: Event) -> None:
+    """One line for each pause and preemption; getting the turn back is worth a DEBUG line."""
+    sequence = event.sequence
+    name = f"{sequence.request.id}[{sequence.index}]"
+    if event.kind == "preempt":
+        how = "swapped out" if event.swapped else "lost"
+        logger.info("preempted %s: %s (%d blocks %s)", name, event.reason, event.blocks, how)
+    elif event.kind == "pause":
+        logger.info("paused %s after %d of %d tokens: %s", name, sequence.computed, sequence.num_prompt, event.reason)
+    else:
+        logger.debug("resumed %s: %s", name, event.reason)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Open:
+    """A segment that steps have tokens of."""
+
+    queued_at: float
+    started_at: float
+    steps: int = 0
+
+
+class _Progress:
+    """How far a live continuation's prompt has got."""
+
+    def __init__(self, request: Request):
+        whole = Segment(start=0, stop=len(request.prompt_ids), modality=request_class(request), label="request")
+        self.segments = request.segments or (whole,)
+        self.stops = [segment.stop for segment in self.segments]
+        self.queued_at = request.arrival  # of the segment that comes next
+        self.open: dict[int, _Open] = {}
+        self.next = 0  # the first that no step has had tokens of
+        self.records: list[SegmentRecord] = []  # of those that have ended, where a table is wanted
+
+
+class Recorder:
+    """Writes down what happens. One thread calls it; `summary`, `attainment` and `histograms` any thread.
+
+    Args:
+        segments: also records of segments; without them a step costs nothing.
+        sink: is handed every record, in the caller's thread.
+        log_segments: a table of its segments goes to the log when a request ends; `segments` is then implied.
+
+    Attributes:
+        pauses, resumes: counters.
+        preemptions: counter by cause.
+        blocks_taken: counter, blocks that preemptions cost.
+    """
+
+    def __init__(
+        self, *, segments: bool = False, sink: Callable[[Record], None] | None = None, log_segments: bool = False
+    ):
+        self.pauses = self.resumes = self.blocks_taken = 0
+        self.preemptions: dict[str, int] = {"blocks": 0, "class": 0}
+        self._segments, self._sink, self._log_segments = segments or log_segments, sink, log_segments
+        self._live: dict[Continuation, _Progress] = {}
+        self._disturbed: dict[Continuation, list[int]] = {}  # pauses and preemptions of live continuations
+        self._in_tower: dict[bytes, float] = {}
+        self._pictures: collections.OrderedDict[bytes, tuple[float, float]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._requests: collections.deque[RequestRecord] = collections.deque(maxlen=WINDOW)
+        self._ended: collections.deque[SegmentRecord] = collections.deque(maxlen=WINDOW)
+        self._num_requests = self._num_segments = 0
+        self._histograms: dict[tuple[Modality, Stage], Histogram] = {}
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        """A step has been planned."""
+        if not self._segments:
+            return
+        for row in plan.rows:
+            if row.start < row.sequence.num_prompt:
+                self._begin(row, now)
+
+    def committed(self, plan: StepPlan, now: float) -> None:
+        """Its result has been read."""
+        if not self._segments:
+            return
+        for row in plan.rows:
+            if row.start < row.sequence.num_prompt and (progress := self._live.get(row.sequence)) is not None:
+                self._end(row.sequence, progress, row.start + row.count, now)
+
+    def encoding(self, spans: Iterable[MediaSpan], now: float) -> None:
+        """The vision tower has begun with them; it has one batch at a time."""
+        self._in_tower = {span.key: now for span in spans}
+
+    def encoded(self, spans: Iterable[MediaSpan], now: float) -> None:
+        """Their features are there."""
+        for span in spans:
+            began = self._in_tower.pop(span.key, None)
+            if began is not None:
+                self._pictures[span.key] = (began, now)
+                self._pictures.move_to_end(span.key)
+        while len(self._pictures) > _MOST_PICTURES:
+            self._pictures.popitem(last=False)
+
+    def event(self, event: Event, now: float) -> None:
+        """The scheduler paused, resumed or preempted somebody."""
+        disturbed = [0, 0]
+        if event.sequence.finish_reason is None:
+            disturbed = self._disturbed.setdefault(event.sequence, disturbed)
+        if event.kind == "pause":
+            self.pauses += 1
+            disturbed[0] += 1
+        elif event.kind == "resume":
+            self.resumes += 1
+        else:
+            self.preemptions[event.cause] += 1
+            self.blocks_taken += event.blocks
+            disturbed[1] += 1
+
+    def finished(self, sequence: Continuation, now: float) -> None:
+        """A continuation has ended (`committed` of its last step may follow); it is forgotten but for its records."""
+        pauses, preemptions = self._disturbed.pop(sequence, (0, 0))
+        record = _request_record(sequence, now, self._in_the_tower(sequence.request), pauses, preemptions)
+        if self._segments:
+            progress = self._live.pop(sequence, None) or _Progress(sequence.request)
+            if record.completed:  # then its prompt has been computed, whoever was told of what first
+                self._end(sequence, progress, sequence.num_prompt, now)
+            self._endstages(sequence, progress, now)
+            if self._log_segments:
+                for line in segment_table(record, progress.records):
+                    logger.info("%s", line)
+        with self._lock:
+            self._num_requests += 1
+            self._requests.append(record)
+        if self._sink is not None:
+            self._sink(record)
+
+    def _begin(self, row: Row, now: float) -> None:
+        sequence = row.sequence
+        progress = self._live.get(sequence)
+        if progress is None:
+            progress = self._live[sequence] = _Progress(sequence.request)
+        stop = min(row.start + row.count, sequence.num_prompt)
+        for number in range(bisect.bisect_right(progress.stops, row.start), len(progress.stops)):
+            if progress.segments[number].start >= stop:
+                break
+            if number >= progress.next:
+                progress.open[number] = _Open(queued_at=progress.queued_at, started_at=now)
+                progress.next = number + 1
+            if number in progress.open:
+                progress.open[number].steps += 1
+            if number + 1 == progress.next and progress.stops[number] <= stop:
+                progress.queued_at = now
+
+    def _end(self, sequence: Continuation, progress: _Progress, stop: int, now: float) -> None:
+        for number in [number for number in progress.open if progress.stops[number] <= stop]:
+            times = progress.open.pop(number)
+            self._add(
+                progress,
+                _segment_record(
+                    sequence,
+                    number,
+                    progress.segments[number],
+                    queued_at=times.queued_at,
+                    started_at=times.started_at,
+                    ended_at=now,
+                    steps=times.steps,
+                ),
+            )
+
+    def _endstages(self, sequence: Continuation, progress: _Progress, now: float) -> None:
+        """The pictures of a request that were encoded for it, and the output of a continuation."""
+        request = sequence.request
+        for span in request.media if sequence.index == 0 else ():
+            began, ended = self._pictures.get(span.key, (-math.inf, -math.inf))
+            if began < request.arrival:
+                continue
+            number = bisect.bisect_right(progress.stops, span.start)
+            place = dataclasses.replace(
+                progress.segments[number], start=span.start, stop=span.stop, compute="encode", modality=span.modality
+            )
+            self._add(
+                progress,
+                _segment_record(
+                    sequence, number, place, queued_at=request.arrival, started_at=began, ended_at=ended, steps=1
+                ),
+            )
+        if (first := sequence.first_token_at) is None:
+            return
+        slo = request.slo or SLO()
+        output = Segment(
+            start=sequence.num_prompt,
+            stop=sequence.num_prompt + sequence.num_output,
+            modality=request_class(request),
+            label="output",
+            compute="decode",
+            priority=slo.priority,
+            deadline=decode_deadline(slo, request.arrival, first, max(sequence.num_output - 1, 0)),
+        )
+        number, steps = len(progress.segments), sequence.num_output
+        self._add(
+            progress,
+            _segment_record(sequence, number, output, queued_at=first, started_at=first, ended_at=now, steps=steps),
+        )
+
+    def _add(self, progress: _Progress, record: SegmentRecord) -> None:
+        if self._log_segments:
+            progress.records.append(record)
+        with self._lock:
+            self._num_segments += 1
+            self._ended.append(record)
+            for stage, seconds in stages(record):
+                self._histograms.setdefault((record.modality, stage), Histogram()).add(seconds)
+        if self._sink is not None:
+            self._sink(record)
+
+    def _in_the_tower(self, request: Request) -> list[tuple[float, float]]:
+        """When pictures of a request were there since it came; in order, and none overlap."""
+        times = sorted(
+            (max(began, request.arrival), ended)
+            for began, ended in (self._pictures.get(key, (0.0, -math.inf)) for key in {s.key for s in request.media})
+            if ended > request.arrival
+        )
+        merged: list[tuple[float, float]] = []
+        for began, ended in times:
+            if merged and began <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(ended, merged[-1][1]))
+            else:
+                merged.append((began, ended))
+        return merged
+
+    @classmethod
+    def merged(cls, parts: "Iterable[Recorder]") -> "Recorder":
+        """What several have written down, put together: a copy, to be read."""
+        whole, requests, ended = cls(), [], []
+        for part in parts:
+            with part._lock:
+                requests += part._requests
+                ended += part._ended
+                whole._num_requests += part._num_requests
+                whole._num_segments += part._num_segments
+                for key, found in part._histograms.items():
+                    whole._histograms.setdefault(key, Histogram()).merge(found)
+            whole.pauses += part.pauses
+            whole.resumes += part.resumes
+            whole.blocks_taken += part.blocks_taken
+            for cause, count in part.preemptions.items():
+                whole.preemptions[cause] += count
+        whole._requests.extend(sorted(requests, key=lambda record: record.ended_at))
+        whole._ended.extend(sorted(ended, key=lambda record: record.ended_at))
+        return whole
+
+    # -- what it comes to ---------------------------------------------------------------------------------------------
+
+    def attainment(self) -> dict[Modality, dict[Objective, float]]:
+        """Share of the latest requests that met an objective, of those that had it, by class."""
+        with self._lock:
+            requests = list(self._requests)
+        return {
+            kind: {name: slo["share"] for name, slo in attained(group).items()}
+            for kind, group in grouped(requests, lambda record: record.modality).items()
+        }
+
+    def histograms(self) -> dict[tuple[Modality, Stage], tuple[tuple[int, ...], float]]:
+        """Seconds of all segments so far: (class, stage) -> (a count for each bound of SECONDS and for beyond, sum)."""
+        with self._lock:
+            return {key: (tuple(found.counts), found.sum) for key, found in sorted(self._histograms.items())}
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of the latest WINDOW requests and segments, and counts of all: plain JSON. Times are milliseconds,
+        of requests that came to their own end; `std` is the jitter."""
+        with self._lock:
+            requests, segments = list(self._requests), list(self._ended)
+            num_requests, num_segments = self._num_requests, self._num_segments
+        return {
+            "requests": {"finished": num_requests, "window": len(requests), **request_figures(requests)},
+            "segments": {"finished": num_segments, "window": len(segments), **segment_figures(segments)},
+            "events": {
+                "pauses": self.pauses,
+                "resumes": self.resumes,
+                "preemptions": dict(self.preemptions),
+                "blocks_taken": self.blocks_taken,
+            },
+        }
+
+
+def _segment_record(
+    sequence: Continuation,
+    number: int,
+    segment: Segment,
+    *,
+    queued_at: float,
+    started_at: float,
+    ended_at: float,
+    steps: int,
+) -> SegmentRecord:
+    return SegmentRecord(
+        request_id=sequence.request.id,
+        index=sequence.index,
+        number=number,
+        modality=segment.modality,
+        label=segment.label,
+        compute=segment.compute,
+        priority=segment.priority,
+        deadline=segment.deadline,
+        start=segment.start,
+        stop=segment.stop,
+        queued_at=queued_at,
+        started_at=started_at,
+        ended_at=ended_at,
+        steps=steps,
+    )
+
+
+def _request_record(
+    sequence: Continuation, now: float, tower: list[tuple[float, float]], pauses: int, preemptions: int
+) -> RequestRecord:
+    request, reason = sequence.request, sequence.finish_reason
+    assert reason is not None
+    arrival, scheduled, first = request.arrival, sequence.scheduled_at, sequence.first_token_at
+    left_queue = now if scheduled is None else scheduled
+    prefilled = now if first is None else first
+    in_queue, in_prefill = _overlap(tower, arrival, left_queue), _overlap(tower, left_queue, prefilled)
+    slo = request.slo or SLO()
+    gone = reason == "abort"
+    outputs = sequence.num_output
+    tpot = (now - first) / (outputs - 1) if first is not None and outputs > 1 else None
+    ended_well = reason in ("stop", "length")
+    return RequestRecord(
+        request_id=request.id,
+        index=sequence.index,
+        modality=request_class(request),
+        priority=slo.priority,
+        arrival=arrival,
+        scheduled_at=scheduled,
+        first_token_at=first,
+        ended_at=now,
+        prompt_tokens=sequence.num_prompt,
+        output_tokens=outputs,
+        finish_reason=reason,
+        pauses=pauses,
+        preemptions=preemptions,
+        queue_seconds=left_queue - arrival - in_queue,
+        encode_seconds=in_queue + in_prefill,
+        prefill_seconds=None if scheduled is None else prefilled - left_queue - in_prefill,
+        decode_seconds=None if first is None else now - first,
+        ttft_met=_met(
+            slo.ttft_ms, prefilled - arrival if ended_well or first is not None else None, now - arrival, gone
+        ),
+        tpot_met=None if tpot is None and ended_well else _met(slo.tpot_ms, tpot, 0.0, gone),
+        e2e_met=_met(slo.e2e_ms, now - arrival if ended_well else None, now - arrival, gone),
+    )
+
+
+def _met(objective_ms: float | None, seconds: float | None, so_far: float, gone: bool) -> bool | None:
+    """Whether an objective was met. `seconds` is None for what never came: then it was missed, unless the client had
+    `gone` while there was still time."""
+    if objective_ms is None:
+        return None
+    if seconds is not None:
+        return seconds * 1000 <= objective_ms
+    return None if gone and so_far * 1000 <= objective_ms else False
+
+
+def _overlap(times: list[tuple[float, float]], start: float, stop: float) -> float:
+    return sum(max(min(ended, stop) - max(began, start), 0.0) for began, ended in times)

@@ -1,0 +1,218 @@
+"""Carrying out an experiment: what is written, what is skipped, what is refused."""
+
+import csv
+import dataclasses
+import gzip
+import json
+import re
+
+import pytest
+
+from omni_jax.lab import figures
+from omni_jax.lab.experiment import workload
+from omni_jax.lab.measures import rate_of_completion
+from omni_jax.lab.records import Run, read_run
+from omni_jax.lab.run import OtherSettings, run_experiment, write_results
+from omni_jax.lab.summary import REQUEST_COLUMNS, SEGMENT_COLUMNS, STEP_COLUMNS, SUMMARY_COLUMNS
+from tests.lab.made import MadeUpBackend, experiment, made_run
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(monkeypatch):
+    """They take longer than all the rest."""
+    monkeypatch.setattr("omni_jax.lab.run.write_figures", lambda *_: {})
+
+
+def run(out, *, backend=None, overwrite=False, **changes):
+    backend = backend or MadeUpBackend()
+    report = run_experiment(experiment(**changes), out, backend=backend, overwrite=overwrite, quiet=True)
+    return report, backend
+
+
+def cells_of(backend):
+    return [tag for tag in backend.replayed if "--" in tag]
+
+
+def table(path):
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_everything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_jax.lab.run.write_figures", figures.write_figures)
+    report, backend = run(tmp_path)
+    assert len(cells_of(backend)) == 8
+    assert len(list((tmp_path / "cells").iterdir())) == 8
+    names = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert names >= {"requests.csv", "segments.csv", "steps.csv", "summary.csv", "measures.json", "step-times.json"}
+    assert names >= {"latency-usual-80pct.png", "latency-usual-3.png", "timeline-usual.png", "p95-usual.png"}
+    assert names >= {"segments.png"}
+    for name in names:
+        if name.endswith(".png"):
+            assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+            assert f"]({name})" in report.read_text()
+
+
+def test_columns_and_rows_of_the_tables(tmp_path):
+    run(tmp_path)
+    for name, columns in (
+        ("requests", REQUEST_COLUMNS),
+        ("segments", SEGMENT_COLUMNS),
+        ("steps", STEP_COLUMNS),
+        ("summary", SUMMARY_COLUMNS),
+    ):
+        header = (tmp_path / f"{name}.csv").read_text().splitlines()[0]
+        assert header.split(",") == list(columns)
+    requests = table(tmp_path / "requests.csv")
+    assert len(requests) == 8 * 24
+    for row in requests:
+        latency = 1000 * (float(row["ended_at"]) - float(row["arrival"]))
+        assert float(row["latency_ms"]) == pytest.approx(latency, abs=0.003)
+        for column, reached in (("queue_ms", "scheduled_at"), ("ttft_ms", "first_token_at")):
+            since = 1000 * (float(row[reached]) - float(row["arrival"]))
+            assert float(row[column]) == pytest.approx(since, abs=0.003)
+        if int(row["output_tokens"]) > 1:
+            pace = 1000 * (float(row["ended_at"]) - float(row["first_token_at"])) / (int(row["output_tokens"]) - 1)
+            assert float(row["tpot_ms"]) == pytest.approx(pace, abs=0.003)
+        assert float(row["slowdown"]) == pytest.approx(float(row["latency_ms"]) / float(row["alone_ms"]), abs=1e-4)
+        limit = {"text": 200, "image": 500, "table": None}[row["kind"]]
+        expected = "" if limit is None else str(float(row["ttft_ms"]) <= limit)
+        assert row["slo_met"] == expected
+    assert len(table(tmp_path / "segments.csv")) == 8 * 24
+    assert len(table(tmp_path / "steps.csv")) == 8 * 48
+
+
+def test_arms_are_paired_request_by_request(tmp_path):
+    """Under C every request takes half its time: alone it would be half of A's, and queues only shorten."""
+    run(tmp_path)
+    lines = {
+        (row["arm"], row["rate"], row["kind"], row["metric"], row["statistic"]): row
+        for row in table(tmp_path / "summary.csv")
+    }
+    found = lines["C", "3", "all", "latency_ms", "mean"]
+    a = [row for row in table(tmp_path / "requests.csv") if (row["arm"], row["rate"]) == ("A", "3")]
+    c = [row for row in table(tmp_path / "requests.csv") if (row["arm"], row["rate"]) == ("C", "3")]
+    by_id = {(row["seed"], row["id"]): float(row["latency_ms"]) for row in a}
+    differences = [float(row["latency_ms"]) - by_id[row["seed"], row["id"]] for row in c]
+    assert float(found["difference"]) == pytest.approx(sum(differences) / len(differences), rel=1e-3)
+    assert float(found["difference_low"]) <= float(found["difference"]) <= float(found["difference_high"]) < 0
+    assert float(found["ratio"]) < 0.51
+    assert lines["A", "3", "all", "latency_ms", "mean"]["difference"] == ""  # the baseline
+
+
+def test_the_report_reads_as_it_stands(tmp_path):
+    text = run(tmp_path)[0].read_text()
+    assert text.startswith("# Made up\n\nFor a test.\n")
+    assert "## In short" in text
+    assert re.search(r"\| C \| usual \| 3 \| \*\*-[5-9]\d\.", text)  # at most half, and more than chance
+    assert "| A (baseline) | request | fcfs | yes |" in text
+    assert "Capacity of the baseline" in text
+    assert "| text | 0 | 200 | - | - |" in text
+    assert "## Results: usual, 80% of capacity (" in text
+    assert not re.search(r"\bnan\b|\binf\b|\d[eE][+-]?\d", text)
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1  # a whole table
+    assert "Not finished" not in text
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    whole = tmp_path / "whole"
+    run(whole)
+    parts = tmp_path / "parts"
+    broken = MadeUpBackend(breaks_after=80)
+    needed = len(run(tmp_path / "count")[1].replayed)
+    broken._breaks_after = needed - 3
+    with pytest.raises(KeyboardInterrupt):
+        run(parts, backend=broken)
+    assert len(list((parts / "cells").iterdir())) == 5
+    assert "3 cells have not run" in write_results(experiment(), parts).read_text()
+    _, second = run(parts)
+    assert len(cells_of(second)) == 3
+    assert second.replayed == cells_of(second)  # neither capacity nor requests alone again
+    for name in ("requests.csv", "segments.csv", "steps.csv", "summary.csv", "report.md"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_what_is_done_is_not_run_again(tmp_path):
+    run(tmp_path)
+    _, second = run(tmp_path)
+    assert second.replayed == []
+
+
+def test_arms_seeds_rates_and_mixes_may_be_added(tmp_path):
+    run(tmp_path)
+    arms = [{"name": "A"}, {"name": "C", "segment_policy": "hybrid", "scheduling_policy": "slo"}, {"name": "E"}]
+    _, second = run(tmp_path, arms=arms, seeds=[1, 2, 5])
+    assert len(cells_of(second)) == 4 + 3 * 2  # E on two seeds at two rates, three arms on the new seed
+    _, third = run(tmp_path, mixes={"usual": {"scaled": {"text": 0.25, "output": 0.25, "side": 0.5}}, "other": {}})
+    assert len(cells_of(third)) == 8
+    assert "capacity other" in third.replayed
+    assert "capacity usual" not in third.replayed
+
+
+def test_results_of_other_settings_are_refused_or_overwritten(tmp_path):
+    run(tmp_path)
+    with pytest.raises(OtherSettings, match=r"engine\.max_num_seqs was None and is 3 now"):
+        run(tmp_path, engine={"max_num_seqs": 3})
+    with pytest.raises(OtherSettings, match="requests was 24 and is 12 now"):
+        run(tmp_path, requests=12)
+    with pytest.raises(OtherSettings, match="call the mix something else"):
+        run(tmp_path, mixes={"usual": {}})
+    _, again = run(tmp_path, requests=12, overwrite=True)
+    assert len(cells_of(again)) == 8
+
+
+def test_words_may_change_without_a_run(tmp_path):
+    run(tmp_path)
+    report, second = run(tmp_path, about="Better words.")
+    assert second.replayed == []
+    assert "Better words." in report.read_text()
+
+
+def test_a_cell_that_is_not_whole_is_named(tmp_path):
+    run(tmp_path)
+    path = next((tmp_path / "cells").iterdir())
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=rf"{path.name} is not whole"):
+        run(tmp_path)
+
+
+def test_a_cell_of_another_version_is_named(tmp_path):
+    run(tmp_path)
+    path = next((tmp_path / "cells").iterdir())
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    content["requests"]["columns"][0] = "name"
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    with pytest.raises(ValueError, match="another version of the laboratory"):
+        read_run(path)
+
+
+def test_without_matplotlib_there_is_a_report(tmp_path, monkeypatch, caplog):
+    def missing(*_, **__):
+        raise figures.NoMatplotlib('figures need matplotlib: pip install "omni-jax[lab]"')
+
+    monkeypatch.setattr("omni_jax.lab.run.write_figures", figures.write_figures)
+    monkeypatch.setattr(figures, "subplots", missing)
+    report, _ = run(tmp_path)
+    assert "omni-jax[lab]" in caplog.text
+    assert "## Figures" not in report.read_text()
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_capacity_leaves_out_the_beginning_and_the_end():
+    """Ten a second once it runs, after a slow start and before a slow end."""
+    backend_run = made_run([], speed=1.0)
+    assert backend_run == Run(requests=(), segments=(), steps=(), busy_seconds=0)
+    template = made_run([*_arrivals(1)], speed=1.0).requests[0]
+    ends = [5.0, 6.0, *(6.0 + i / 10 for i in range(1, 21)), 12.0, 15.0]
+    rows = tuple(_at(template, end) for end in ends)
+    assert rate_of_completion(Run(requests=rows), 2) == pytest.approx(10.0)
+
+
+def _arrivals(count):
+    return workload(experiment(), "usual", 1, rate=1.0, count=count)
+
+
+def _at(row, end):
+    return dataclasses.replace(row, ended_at=end)

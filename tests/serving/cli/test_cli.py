@@ -1,0 +1,429 @@
+"""The command line: what it passes on, what it prints, how it exits."""
+
+import dataclasses
+import io
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+import checkpoints.reader
+from omni_jax.engine.config import EngineConfig
+from omni_jax.progress import progress_bar, stage_bars
+from omni_jax.requests import EngineError
+from serving.cli import main as cli
+from serving.cli import support as cli_support
+from serving.http.media import MediaOptions, MediaPolicy
+from serving.http.segment_options import SegmentOptions
+from tests.tiny import write_tiny
+
+
+def test_help_is_there_for_every_command_and_imports_nothing_heavy():
+    code = (
+        "import sys, serving.cli.main\n"
+        "try: serving.cli.main.app(['serve', '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'jax', 'numpy', 'aiohttp', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    for command in ("serve", "generate", "convert", "check", "version"):
+        result = CliRunner().invoke(cli.app, [command, "--help"])
+        assert result.exit_code == 0
+        assert f"Example: omni-jax {command}" in " ".join(result.output.split())
+
+
+def test_usage_errors_are_exit_code_2(invoke):
+    for arguments in (["serve"], ["serve", "d", "--port", "x"], ["serve", "d", "--port", "70000"], ["nothing"]):
+        assert invoke(*arguments).exit_code == 2
+    assert invoke("generate", "d", "p", "--raw", "--system", "s").exit_code == 2
+    assert invoke("serve", "d", "--api-key", "").exit_code == 2
+    assert invoke("serve", "d", "--generation-config", "x").exit_code == 2
+
+
+def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
+    assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
+    assert served["config"] == EngineConfig(model_dir=tmp_path)
+    assert served["server"].names == (tmp_path.name,)
+    assert (served["timeout"], served["access_log"]) == (30, True)
+    flags = {
+        "max_model_len": 100,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_num_queued_reqs": 9,
+        "block_size": 32,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": 4096,
+        "dtype": "float32",
+        "seed": 3,
+        "generation_config": "vllm",
+        "chat_template": "{{ x }}",
+        "max_pixels": 1000,
+        "encoder_cache_tokens": 99,
+        "encoder_layers_per_slice": 2,
+    }
+    arguments = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    arguments += ["--served-model-name", "a", "--served-model-name", "b", "--max-body-size", "77", "--port", "0"]
+    result = invoke("serve", str(tmp_path), *arguments, "--shutdown-timeout", "1.5", "--no-access-log")
+    assert result.exit_code == 0, result.output
+    assert served["config"] == EngineConfig(model_dir=tmp_path, **flags)
+    assert served["server"].names == ("a", "b")
+    assert served["server"].max_body_size == 77
+    assert (served["timeout"], served["access_log"]) == (1.5, False)
+
+
+def test_serve_media_flags(invoke, served, tmp_path):
+    assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
+    media = served["server"].media
+    assert media == MediaOptions()
+    assert (media.limits, media.policy.timeout) == ({"image": 16, "video": 1}, 5.0)
+    assert served["server"].max_body_size == 64 * 2**20
+    flags = ["--allowed-media-domains", "a.test", "--allowed-media-domains", "B.test", "--media-timeout", "2.5"]
+    flags += ["--allowed-local-media-path", str(tmp_path), "--allow-private-media-addresses"]
+    flags += ["--allow-mm-processor-kwargs", "--limit-mm-per-prompt", '{"image": 4, "video": 2}']
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags)
+    assert result.exit_code == 0, result.output
+    policy = MediaPolicy(
+        allowed_domains=("a.test", "b.test"), allowed_local_path=tmp_path, allow_private_addresses=True, timeout=2.5
+    )
+    limits = {"image": 4, "video": 2}
+    assert served["server"].media == MediaOptions(policy=policy, limits=limits, allow_mm_processor_kwargs=True)
+    for text, limits in {
+        "image=4,video=1": {"image": 4, "video": 1},
+        "image=4": {"image": 4, "video": 1},
+        " video = 0 ": {"image": 16, "video": 0},
+        '{"video": 3}': {"image": 16, "video": 3},
+    }.items():
+        assert invoke("serve", str(tmp_path), "--port", "0", "--limit-mm-per-prompt", text).exit_code == 0
+        assert served["server"].media.limits == limits
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(("--limit-mm-per-prompt", text) for text in ("", "4", "image", "image=x", "image=-1", "audio=1", "image=1,")),
+        *(("--limit-mm-per-prompt", text) for text in ("{", '{"image": "4"}', '{"image": true}', '{"image": 1.0}')),
+        *(("--limit-mm-per-prompt", text) for text in ("[1]", "null", "{}x", '{"image": {"count": 1}}')),
+        *(("--allowed-media-domains", text) for text in ("", "http://a.test", "a.test:80", "*.a.test")),
+        *(("--media-timeout", text) for text in ("0", "-1", "nan", "inf", "x")),
+        ("--allowed-local-media-path", "/no/such/directory"),
+        ("--max-pixels", "0"),
+        ("--encoder-cache-tokens", "0"),
+        ("--encoder-layers-per-slice", "0"),
+    ],
+)
+def test_serve_media_flags_that_are_wrong_are_usage_errors(invoke, served, tmp_path, flags):
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags)
+    assert result.exit_code == 2, result.output
+    assert served == {}
+
+
+def test_serve_segment_and_objective_flags(invoke, served, tmp_path, monkeypatch):
+    assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
+    assert served["server"].cutter._options == SegmentOptions()
+    flags = ["--scheduling-policy", "slo", "--ttft-ms", "500", "--tpot-ms", "50.5", "--e2e-ms", "9000"]
+    flags += ["--aging-seconds", "2.5", "--segment-aware", "--debug-print-batch", "--allow-request-segment-policy"]
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags, "--segment-policy", "hybrid")
+    assert result.exit_code == 0, result.output
+    assert served["config"] == EngineConfig(
+        model_dir=tmp_path,
+        scheduling_policy="slo",
+        segment_policy="hybrid",
+        ttft_ms=500.0,
+        tpot_ms=50.5,
+        e2e_ms=9000.0,
+        aging_seconds=2.5,
+        segment_aware=True,
+        debug_print_batch=True,
+    )
+    assert served["server"].cutter._options == SegmentOptions(policy="hybrid", allow_request_policy=True)
+    text = '{"text": {"policy": "by_length", "max_length": 64}, "image": "by_region"}'
+    text = text.replace('"by_region"', '{"policy": "by_region", "regions": {"rows": 2}}')
+    assert invoke("serve", str(tmp_path), "--port", "0", "--segment-policy", text).exit_code == 0
+    assert served["config"].segment_policy == json.loads(text)
+    assert invoke("serve", str(tmp_path), "--port", "0", "--no-enable-chunked-prefill").exit_code == 0
+    assert served["config"].enable_chunked_prefill is False
+
+
+def test_a_policy_of_ones_own_is_found_in_the_working_directory(invoke, served, tmp_path, monkeypatch):
+    (tmp_path / "own_cut.py").write_text("def cut(view): return [(0, view.length)]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    result = invoke("serve", str(tmp_path), "--port", "0", "--segment-policy", "own_cut:cut")
+    assert result.exit_code == 0, result.output
+    assert served["config"].segment_policy == "own_cut:cut"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--segment-policy", "by_page"), "by_modality"),
+        (("--segment-policy", "no.such.module:cut"), "cannot import"),
+        (("--segment-policy", '{"policy": "by_length"}'), "max_length"),
+        (("--segment-policy", '{"policy": "by_region", "regions": {"rows": 0}}'), '"cols": 2'),
+        (("--segment-policy", "{"), "JSON"),
+        (("--segment-policy", ""), "by_modality"),
+        (("--scheduling-policy", "lifo"), "fcfs"),
+        (("--scheduling-policy", "slo", "--no-enable-chunked-prefill"), "chunked"),
+        *((("--ttft-ms", text), "ttft_ms") for text in ("0", "-1", "nan", "inf", "1e12")),
+        (("--tpot-ms", "-5"), "tpot_ms"),
+        (("--e2e-ms", "0"), "e2e_ms"),
+        *((("--aging-seconds", text), "aging_seconds") for text in ("0", "-1", "nan", "inf")),
+    ],
+)
+def test_serve_segment_flags_that_are_wrong_are_usage_errors_that_say_what_is_right(
+    invoke, served, tmp_path, flags, told
+):
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags, env={"COLUMNS": "1000"})
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+    assert served == {}
+
+
+SETTINGS = {
+    "model": "the/model",
+    "tokenizer": "the/model",
+    "max-num-seqs": 4,
+    "max_model_len": 100,
+    "served_model_name": "a",
+    "api_key": ["k1", "k2"],
+    "scheduling-policy": "slo",
+    "ttft_ms": 250.5,
+    "access_log": False,
+    "segment_aware": True,
+    "limit_mm_per_prompt": {"image": 3},
+    "dtype": None,
+    "port": 0,
+    "segment_policies": {
+        "text": {"policy": "by_length", "max_length": 64},
+        "image": {"policy": "by_region", "regions": {"left": [0, 0, 0.5, 1], "right": [0.5, 0, 1, 1]}},
+    },
+}
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".json", json.dumps), (".yaml", yaml.safe_dump), (".yml", json.dumps)])
+def test_a_file_of_settings_stands_in_place_of_the_model(invoke, served, tmp_path, suffix, write):
+    file = tmp_path / f"settings{suffix}"
+    file.write_text(write(SETTINGS))
+    result = invoke("serve", str(file))
+    assert result.exit_code == 0, result.output
+    config = EngineConfig(
+        model_dir=Path("the/model"),
+        max_num_seqs=4,
+        max_model_len=100,
+        scheduling_policy="slo",
+        ttft_ms=250.5,
+        segment_aware=True,
+        segment_policy=SETTINGS["segment_policies"],
+    )
+    assert served["config"] == config
+    assert served["server"].names == ("a",)
+    assert served["server"].media.limits == {"image": 3, "video": 1}
+    assert served["access_log"] is False
+    # The command line overrules the file.
+    more = ["--max-num-seqs", "9", "--access-log", "--served-model-name", "b", "--served-model-name", "c"]
+    assert invoke("serve", str(file), *more).exit_code == 0
+    assert served["config"] == dataclasses.replace(config, max_num_seqs=9)
+    assert (served["server"].names, served["access_log"]) == (("b", "c"), True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_model_length": 5}, "'max_model_len'"),  # the nearest valid key
+        ({"modell": "x"}, "'model'"),
+        ({"segment_polices": {}}, "'segment_policies'"),
+        ({"shedulingpolicy": "slo"}, "'scheduling_policy'"),
+        ({1: 2}, "nearest"),
+        ({"model": None}, "model must be"),
+        ({"model": 5}, "model must be"),
+        ({"tokenizer": "another"}, "tokenizer"),
+        ({"max_num_seqs": "many"}, "max-num-seqs"),
+        ({"max_num_seqs": 4.5}, "max-num-seqs"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"max_num_seqs": 0}, "max-num-seqs"),
+        ({"max_num_seqs": [1, 2]}, "max_num_seqs"),
+        ({"max_num_seqs": {"a": 1}}, "max_num_seqs"),
+        ({"access_log": "no"}, "access_log must be true or false"),
+        ({"api_key": [{}]}, "api_key"),
+        ({"api_key": ""}, "must not be empty"),
+        ({"ttft_ms": -1}, "ttft_ms"),
+        ({"segment_policy": "by_page"}, "by_modality"),
+        ({"segment_policies": {"sound": "request"}}, "modalities"),
+        ({"segment_policies": {"policy": "request"}}, "segment_policies maps"),
+        ({"segment_policies": "request"}, "segment_policies maps"),
+        ({"segment_policies": {"text": "request"}, "segment_policy": "request"}, "exclude"),
+        ({"port": 1, "scheduling-policy": "slo", "scheduling_policy": "slo"}, "twice"),
+        ({"help": True}, "unknown key"),
+    ],
+)
+def test_settings_that_are_wrong_are_usage_errors(invoke, served, tmp_path, settings, told):
+    file = tmp_path / "settings.yaml"
+    file.write_text(yaml.safe_dump({"model": "m", "port": 0} | settings))
+    result = invoke("serve", str(file), env={"COLUMNS": "1000"})
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+    assert served == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", "{"),
+        ("a.json", "[1]"),
+        ("a.json", '{"model": "m", "port": 1, "port": 2}'),
+        ("a.yaml", "model: m\nport: 1\nport: 2"),
+        ("a.yaml", "model: [m"),
+        ("a.yaml", "model: !!python/object/apply:os.getcwd []"),
+        ("a.yaml", ""),
+        ("a.json", b"\xff\xfe"),
+    ],
+)
+def test_files_that_hold_no_settings_are_usage_errors(invoke, served, tmp_path, name, text):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = invoke("serve", str(tmp_path / name), env={"COLUMNS": "1000"})
+    assert (result.exit_code, served) == (2, {}), result.output
+    assert str(tmp_path / name) in result.stderr
+    assert invoke("serve", str(tmp_path / "none.json")).exit_code == 2
+
+
+def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    invoke("serve", str(tmp_path), "--port", "0")
+    assert cli_support.os.environ[name] == "0.92"  # the config's own default
+    monkeypatch.setenv(name, "0.3")
+    invoke("serve", str(tmp_path), "--port", "0")
+    assert cli_support.os.environ[name] == "0.3"
+    invoke("serve", str(tmp_path), "--port", "0", "--gpu-memory-utilization", "0.6")
+    assert cli_support.os.environ[name] == "0.6"
+
+
+def test_serve_with_a_port_in_use(invoke, served):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = invoke("serve", "m", "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 1
+    assert "cannot listen on 127.0.0.1" in result.stderr
+    assert served == {}
+
+
+def test_serve_with_a_model_that_cannot_be_loaded(invoke, served, monkeypatch):
+    def broken(config, progress):
+        raise EngineError("the pool does not fit")
+
+    monkeypatch.setattr(sys.modules["omni_jax.engine.async_engine"], "AsyncEngine", broken)
+    result = invoke("serve", "m", "--port", "0")
+    assert result.exit_code == 1
+    assert result.stderr == "omni-jax: the pool does not fit\n"
+
+
+def test_generate(invoke, llm, tmp_path):
+    result = invoke("generate", str(tmp_path), "hello", "--max-model-len", "99", "--temperature", "0", "--stop", "x")
+    assert (result.exit_code, result.stdout) == (0, "one two\n"), result.output
+    assert llm.made == (tmp_path, {"max_model_len": 99, "max_num_seqs": 1})
+    prompt, params = llm.asked
+    assert prompt == [{"role": "user", "content": "hello"}]  # the model has a template
+    assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0, 7, 256, ("x",))
+    invoke("generate", "m", "hello", "--raw")
+    assert llm.asked[0] == "hello"
+    invoke("generate", "m", "hello", "--system", "be brief")
+    assert [message["role"] for message in llm.asked[0]] == ["system", "user"]
+    result = invoke("generate", "m", "-", "--raw", "--json", input="from stdin")
+    assert llm.asked[0] == "from stdin"
+    assert json.loads(result.stdout) == {"prompt": "from stdin", "text": "one two"}
+
+
+def test_generate_with_pictures_and_films(invoke, llm, tmp_path):
+    for name in ("a.png", "b.jpg", "c.mp4"):
+        (tmp_path / name).write_bytes(b"")
+    paths = [str(tmp_path / name) for name in ("a.png", "b.jpg", "c.mp4")]
+    seen = ["--image", paths[0], "--image", paths[1], "--video", paths[2]]
+    result = invoke("generate", "m", "What are they?", *seen, "--system", "be brief", "--max-pixels", "5000")
+    assert result.exit_code == 0, result.output
+    assert llm.asked[0] == [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": paths[0]},
+                {"type": "image", "image": paths[1]},
+                {"type": "video", "video": paths[2]},
+                {"type": "text", "text": "What are they?"},
+            ],
+        },
+    ]
+    assert llm.made[1] == {"max_num_seqs": 1, "max_pixels": 5000}
+    llm.asked = None
+    for wrong in (["--image", str(tmp_path / "none.png")], ["--video", str(tmp_path)], [*seen, "--raw"]):
+        assert invoke("generate", "m", "What?", *wrong).exit_code == 2
+    assert llm.asked is None
+
+
+def test_generate_faults(invoke, llm):
+    result = invoke("generate", "m", "hello", "--temperature", "9")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("omni-jax: temperature must be")
+    llm.fault = FileNotFoundError("no model in m")
+    result = invoke("generate", "m", "hello")
+    assert (result.exit_code, result.stderr) == (1, "omni-jax: no model in m\n")
+    llm.fault = KeyboardInterrupt()
+    assert invoke("generate", "m", "hello").exit_code == 130
+
+
+def test_check(invoke, tmp_path):
+    model = write_tiny(tmp_path / "model", "llama")
+    result = invoke("check", str(model))
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    result = invoke("check", str(model))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "model.safetensors" in result.stderr
+    result = invoke("check", str(model), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["ok"] is False
+    assert invoke("check", str(tmp_path / "nowhere")).exit_code == 1
+
+
+def test_convert_says_what_is_wrong(invoke, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"no gguf")
+    result = invoke("convert", str(tmp_path / "a.gguf"), str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "a.gguf" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_version(invoke):
+    assert set(json.loads(invoke("version", "--json").stdout)) == {"omni-jax", "jax", "python"}
+    assert invoke("version").stdout.startswith("omni-jax ")
+
+
+def test_progress_without_a_terminal_is_a_few_lines():
+    out = io.StringIO()
+    with progress_bar("converting x", Console(file=out)) as report:
+        for done in range(1001):
+            report(f"tensor {done}", done * 1000, 1_000_000)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 5
+    assert lines[-1] == "converting x: 100 % of 1.0 MB (tensor 1000)"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_of_a_start(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with stage_bars(console) as report:
+        assert (report is not None) == terminal
+        for done in range(1, 11) if terminal else ():
+            report("load", done * 10**6, 10**7, f"tensor {done}")
+        if terminal:
+            report("compile", 1, 12, "body 32")  # and fails there
+    assert ("load" in console.file.getvalue() and "compile" in console.file.getvalue()) == terminal
+
+
+def test_the_reader_is_where_the_cli_expects_it():
+    assert issubclass(checkpoints.reader.CheckpointError, ValueError)

@@ -1,0 +1,204 @@
+"""What a request may ask of its pictures and films; the rest is refused before anything is fetched."""
+
+import json
+
+import pytest
+
+from serving.http.media import MediaOptions
+from tests.serving.conftest import serving
+from tests.serving.fake_engine import FakeEngine, FakeInfo, seeing_engine
+from tests.serving.images import (
+    BLUE,
+    RED,
+    ask,
+    body,
+    content,
+    data_uri,
+    film,
+    image,
+    options,
+    png,
+    refused,
+    seen,
+    url_part,
+)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return seeing_engine()
+
+
+@pytest.fixture
+async def client(engine):
+    async with serving(engine, media=options(allow=True)) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+async def still_well(client, engine):
+    """After each test a good request gets its good answer, and the engine saw none of the bad ones."""
+    golden = await ask(client, image(RED), "What is it?")
+    yield
+    assert await ask(client, image(RED), "What is it?") == golden
+    assert engine.stats().num_requests_running == 0
+
+
+async def test_api_13_surrogates_in_urls(client):
+    for stream in ("true", "false"):
+        for url in (r"http://a/\ud83d", r"data:image/png;base64,\udcf0", r"\udcf0"):
+            raw = json.dumps(body(url_part("URL"), stream="STREAM")).replace("URL", url).replace('"STREAM"', stream)
+            await refused(client, raw.encode(), match="surrogate")
+
+
+async def test_parts_of_a_wrong_shape(client, engine, host):
+    before = len(engine.requests)
+    for part in (
+        {"type": "image_url"},
+        {"type": "image_url", "image_url": None},
+        {"type": "image_url", "image_url": 5},
+        {"type": "image_url", "image_url": {}},
+        {"type": "image_url", "image_url": {"url": None}},
+        {"type": "image_url", "image_url": {"url": 5}},
+        {"type": "image_url", "image_url": {"url": [host.url("/red.png")]}},
+        {"type": "image_url", "image_url": [host.url("/red.png")]},
+        {"type": "video_url", "video_url": {"url": {}}},
+        {"type": "video", "video": []},
+        {"type": "video", "video": [host.url("/red.png"), 5]},
+        {"type": "video", "video": [[host.url("/red.png")]]},
+        {"type": "image", "image": {"a": 1}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "picture", "picture": host.url("/red.png")},
+        {"image_url": {"url": 5}},
+    ):
+        await refused(client, body("see", url_part(host.url("/blue.png")), part), match="messages[0].content[2]")
+    assert host.connections == 0
+    assert len(engine.requests) == before
+
+
+async def test_limits_on_parts(engine, host):
+    async with serving(engine, media=options()) as client:
+        sixteen = [image(RED)] * 16
+        await ask(client, *sixteen)
+        seventeen = body(*sixteen, url_part(host.url("/red.png")))
+        message = await refused(client, seventeen, match="at most 16")
+        assert "17 image" in message
+        film_part = {"type": "video", "video": [data_uri(png(RED))] * 2}
+        await ask(client, film_part, "once")
+        turns = [{"role": "user", "content": content(film_part, url_part(host.url("/red.png")))}] * 2
+        message = await refused(client, {"messages": turns}, match="at most 1 ")
+        assert "2 video" in message
+        frames = {"type": "video", "video": [host.url("/red.png")] * 9}
+        await refused(client, body(frames), match="bound is 8")
+        await refused(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="bound is 8")
+    async with serving(engine, media=options(image=0, video=2)) as client:
+        await refused(client, body(url_part(host.url("/red.png"))), match="at most 0")
+        await ask(client, film_part, film_part)
+    assert host.connections == 0
+
+
+async def test_mm_processor_kwargs_change_the_sizes(client, engine):
+    async def tokens(**fields) -> int:
+        await ask(client, *fields.pop("parts"), **fields)
+        return sum(span.length for span in engine.requests[-1].media)
+
+    large, unit = image(RED, (64, 64)), 64
+    assert await tokens(parts=[large]) == 64
+    assert await tokens(parts=[large], mm_processor_kwargs={}) == 64
+    assert await tokens(parts=[large], mm_processor_kwargs={"max_pixels": 16 * unit}) == 16
+    assert await tokens(parts=[image(RED, (8, 8))], mm_processor_kwargs={"min_pixels": 16 * unit}) == 16
+    assert await tokens(parts=[large], mm_processor_kwargs={"max_pixels": None, "fps": 3}) == 64
+    ten = url_part(data_uri(film([RED] * 20, rate=4), "video/mp4"), "video")
+    assert await tokens(parts=[ten]) == 16 * 4  # 5 seconds, 2 frames a second, at most 8
+    assert await tokens(parts=[ten], mm_processor_kwargs={"num_frames": 4}) == 16 * 2
+    assert await tokens(parts=[ten], mm_processor_kwargs={"fps": 0.8}) == 16 * 2
+    assert await tokens(parts=[ten, large], mm_processor_kwargs={"fps": 0.8, "max_pixels": 9 * unit}) == 9 * 2 + 9
+    small = large | {"mm_processor_kwargs": {"max_pixels": 4 * unit}}
+    assert await tokens(parts=[small, large]) == 4 + 64
+    assert await tokens(parts=[small, large], mm_processor_kwargs={"max_pixels": 16 * unit}) == 4 + 16
+
+
+async def test_mm_processor_kwargs_that_are_wrong(client, host):
+    part = url_part(host.url("/red.png"))
+    film_part = url_part(host.url("/film"), "video")
+    for given in (
+        {"max_pixels": 0},
+        {"max_pixels": -1},
+        {"max_pixels": 1.5},
+        {"max_pixels": "64"},
+        {"min_pixels": True},
+        {"num_frames": 2.0},
+        {"num_frames": 0},
+        {"fps": 0},
+        {"fps": -1.0},
+        {"fps": [1]},
+        {"size": {"shortest_edge": 5}},
+        {"do_resize": False},
+        ["fps"],
+        "x",
+        5,
+    ):
+        await refused(client, body(part, film_part, mm_processor_kwargs=given), match="mm_processor_kwargs")
+    for text in ("NaN", "1e999", "-Infinity"):
+        raw = json.dumps(body(part, mm_processor_kwargs={"fps": "FPS"})).replace('"FPS"', text)
+        await refused(client, raw.encode(), match="finite")
+    await refused(client, body(part, mm_processor_kwargs={"min_pixels": 600, "max_pixels": 500}), match="min_pixels")
+    for bad in ({"max_pixels": 0}, {"min_pixels": "x"}, {"fps": 1.0}, 5, "x"):
+        await refused(client, body("see", part | {"mm_processor_kwargs": bad}), match="messages[0].content[1]")
+    frames = {"type": "video", "video": [host.url("/red.png")]}
+    await refused(client, body(frames, mm_processor_kwargs={"num_frames": 2}), match="num_frames")
+    assert host.connections == 0
+    status, _ = await client.post("/v1/completions", {"prompt": "a", "mm_processor_kwargs": {"fps": 1}})
+    assert status == 400
+    assert (await client.post("/v1/completions", {"prompt": "a", "mm_processor_kwargs": {}}))[0] == 200
+
+
+async def test_mm_processor_kwargs_beyond_the_servers_bound_name_both_numbers(client, engine, host):
+    settings = engine.vision.settings
+    for given, parts, most in (
+        ({"max_pixels": 8193}, [url_part(host.url("/a"))], settings.max_pixels),
+        ({"max_pixels": 10**12}, [url_part(host.url("/a"), "video")], settings.video_max_pixels),
+        ({"min_pixels": 8193}, [url_part(host.url("/a"))], settings.max_pixels),
+        ({"num_frames": 9}, [url_part(host.url("/a"), "video")], settings.max_frames),
+    ):
+        message = (await refused(client, body(*parts, mm_processor_kwargs=given))).replace(",", "")
+        assert message.startswith("messages[0].content[0]: ")
+        assert str(next(iter(given.values()))) in message
+        assert str(most) in message
+    assert host.connections == 0
+
+
+async def test_mm_processor_kwargs_are_off_unless_the_server_allows_them(engine, host):
+    async with serving(engine, media=options()) as client:
+        part = url_part(host.url("/red.png"))
+        flag = "--allow-mm-processor-kwargs"
+        await refused(client, body(part, mm_processor_kwargs={"max_pixels": 500}), match=flag)
+        message = await refused(client, body("see", part | {"mm_processor_kwargs": {"max_pixels": 500}}), match=flag)
+        assert "messages[0].content[1]" in message
+        assert host.connections == 0
+        await ask(client, part, mm_processor_kwargs={})
+        await ask(client, part, mm_processor_kwargs=None)
+
+
+async def test_a_model_that_reads_text_only_says_so_and_fetches_nothing(host):
+    async with serving(FakeEngine(), media=options()) as client:
+        await refused(client, body("see", url_part(host.url("/red.png"))), match="messages[0].content[1]")
+        assert (await client.chat("hello"))[0] == 200
+    assert host.connections == 0
+
+
+async def test_prompts_beyond_the_context_are_refused_with_their_visual_tokens():
+    engine = seeing_engine()
+    engine.info = FakeInfo(max_model_len=100)
+    async with serving(engine, media=options()) as client:
+        assert "100 tokens" in await refused(client, body(image(RED, (96, 64)), image(BLUE, (96, 64))))
+        await ask(client, image(RED), "short")
+
+
+async def test_a_body_with_large_pictures_is_taken_by_default(engine):
+    large = png(RED) + bytes(12 * 2**20)  # what follows a PNG's end is not looked at
+    async with serving(engine, media=MediaOptions()) as client:
+        await ask(client, url_part(data_uri(large)), "What is it?")
+        assert seen(engine) == [("image", RED)]
+    async with serving(engine, max_body_size=10_000) as client:
+        await refused(client, body(url_part(data_uri(large))), status=413, match="10000")

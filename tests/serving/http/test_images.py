@@ -1,0 +1,418 @@
+"""Pictures and films in a chat, from the HTTP request to what the engine is given. Nothing of a bad one reaches it."""
+
+import asyncio
+import base64
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from serving.http import prompts
+from serving.http.media import MediaOptions, MediaPolicy
+from tests.serving.conftest import serving
+from tests.serving.fake_engine import FakeEngine, seeing_engine
+from tests.serving.http.test_operations import metrics
+from tests.serving.http.test_streaming import until
+from tests.serving.images import (
+    BLUE,
+    CHAT,
+    GREEN,
+    RED,
+    ask,
+    body,
+    content,
+    data_uri,
+    film,
+    image,
+    options,
+    png,
+    refused,
+    seen,
+    spelt,
+    url_part,
+)
+from tests.serving.listener import redirect, response
+
+PICTURE, FILM = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return seeing_engine()
+
+
+@pytest.fixture
+async def client(engine):
+    async with serving(engine, media=options(allow=True)) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+async def still_well(client, engine):
+    """After each test a good request gets its good answer, and the engine saw none of the bad ones."""
+    golden = await ask(client, image(RED), "What is it?")
+    yield
+    assert await ask(client, image(RED), "What is it?") == golden
+    assert engine.stats().num_requests_running == 0
+
+
+# -- what a person sees -----------------------------------------------------------------------------------------------
+
+
+async def test_a_picture_reaches_the_engine(client, engine):
+    answer = await ask(client, image(GREEN, (40, 24)), "What is it?")
+    request = engine.requests[-1]
+    (span,) = request.media
+    assert (span.grid, span.length, span.modality) == ((6, 10), 15, "image")
+    assert (span.patches == np.array(GREEN, np.uint8)[:, None, None, None]).all()
+    assert request.positions.shape == (3, len(request.prompt_ids))
+    assert answer["usage"]["prompt_tokens"] == len(request.prompt_ids)
+    text_only = await ask(client, "What is it?")
+    assert answer["usage"]["prompt_tokens"] == text_only["usage"]["prompt_tokens"] + 15 + 2
+    assert engine.requests[-1].media == ()
+
+
+async def test_mm_10_pictures_stand_where_their_parts_stand(client, engine):
+    red, blue = image(RED), image(BLUE, (16, 40))
+    await ask(client, "a", red, "b", blue)
+    assert f"a{PICTURE}b{PICTURE}" in spelt(engine)
+    assert seen(engine) == [("image", RED), ("image", BLUE)]
+    await ask(client, blue, "a", red, "b")
+    assert f"{PICTURE}a{PICTURE}b" in spelt(engine)
+    assert seen(engine) == [("image", BLUE), ("image", RED)]
+    await ask(client, red, red, "twice")
+    assert seen(engine) == [("image", RED)] * 2
+    assert len({span.key for span in engine.requests[-1].media}) == 1
+    ids = engine.requests[-1].prompt_ids
+    await ask(client, image(BLUE), image(RED), "twice")  # other pictures of one size: the same prompt
+    assert (engine.requests[-1].prompt_ids, seen(engine)) == (ids, [("image", BLUE), ("image", RED)])
+
+
+async def test_mm_10_pictures_over_several_turns(client, engine):
+    turns = [
+        {"role": "user", "content": content("one", image(RED))},
+        {"role": "assistant", "content": "a red one"},
+        {"role": "user", "content": content(image(GREEN), "two", image(BLUE))},
+    ]
+    assert (await client.post(CHAT, {"messages": turns}))[0] == 200
+    assert seen(engine) == [("image", RED), ("image", GREEN), ("image", BLUE)]
+    text = spelt(engine)
+    assert text.index("one<|vision") < text.index("a red one") < text.index(f"{PICTURE}two{PICTURE}")
+
+
+async def test_mm_10_pictures_that_come_in_another_order_than_they_were_asked_for(client, engine, host):
+    first_may_come = asyncio.Event()
+
+    async def late(writer):
+        await first_may_come.wait()
+        writer.write(response(png(RED)))
+
+    async def early(writer):
+        writer.write(response(png(BLUE)))
+        first_may_come.set()
+
+    host.answers |= {"/late": late, "/early": early}
+    await ask(client, url_part(host.url("/late")), "and", url_part(host.url("/early")))
+    assert seen(engine) == [("image", RED), ("image", BLUE)]
+
+
+async def test_streamed_like_whole(client, engine, host):
+    whole = await ask(client, url_part(host.url("/red.png")), "What is it?")
+    sent = body(url_part(host.url("/red.png")), "What is it?", stream_options={"include_usage": True})
+    chunks = await client.chunks(CHAT, sent)
+    text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert len({request.prompt_ids for request in engine.requests[-2:]}) == 1
+
+
+async def test_films_as_a_file_and_as_frames(client, engine, host):
+    colors = [RED, RED, GREEN, GREEN, BLUE, BLUE]
+    host.answers["/film.mp4"] = response(film(colors))
+    for source in (host.url("/film.mp4"), data_uri(film(colors), "video/mp4")):
+        await ask(client, url_part(source, "video"), "Who is it?")
+        assert f"{FILM}Who" in spelt(engine)
+        steps = np.array([color for _, color in seen(engine)])
+        assert np.abs(steps - np.array([RED, GREEN, BLUE])).max() < 30  # the codec is lossy
+    frames = [png(color, (32, 32)) for color in colors]
+    host.answers |= {f"/{i}": response(frame) for i, frame in enumerate(frames)}
+    encoded = [base64.b64encode(frame).decode() for frame in frames]
+    for part in (
+        {"type": "video", "video": [host.url(f"/{i}") for i in range(6)]},
+        {"type": "video", "video": [data_uri(frame) for frame in frames]},
+        url_part("data:video/jpeg;base64," + ",".join(encoded), "video"),
+    ):
+        await ask(client, part, "Who is it?")
+        assert seen(engine) == [("video", RED), ("video", GREEN), ("video", BLUE)]
+        assert [span.start for span in engine.requests[-1].media] == [
+            engine.requests[-1].media[0].start + 16 * step for step in range(3)
+        ]
+
+
+async def test_tokenize_counts_what_a_chat_would(client, engine, host):
+    sent = body(url_part(host.url("/red.png")), "What is it?")
+    status, answer = await client.post("/tokenize", sent)
+    assert status == 200, answer
+    used = (await client.post(CHAT, sent))[1]["usage"]
+    assert answer["count"] == used["prompt_tokens"] == len(answer["tokens"])
+    assert tuple(answer["tokens"]) == engine.requests[-1].prompt_ids
+    status, answer = await client.post("/tokenize", body(url_part(host.url("/none")), "What is it?"))
+    assert (status, "messages[0].content[0]" in answer["error"]["message"]) == (400, True)
+
+
+async def test_the_log_tells_visual_tokens_apart(client, engine, caplog):
+    caplog.set_level(logging.INFO, "serving.http.generation")
+    await ask(client, image(RED, (40, 24)), url_part(data_uri(film([RED, BLUE])), "video"), "What is it?", max_tokens=5)
+    request = engine.requests[-1]
+    line = caplog.messages[-1]
+    text = len(request.prompt_ids) - 15 - 16
+    assert f"request {request.id}: prompt {len(request.prompt_ids)} tokens (text {text}, image 15, video 16)" in line
+    assert "generated 5, first token 0." in line
+    assert line.endswith(" s, length")
+
+
+async def test_metrics_of_the_encoder(client, engine):
+    engine._stats.encoder_patches, engine._stats.encoder_padded_patches, engine._stats.encoder_calls = 10, 6, 2
+    engine._stats.encoder_cache_queries, engine._stats.encoder_cache_hits = 5, 3
+    engine._stats.encoder_cache_usage, engine._stats.mm_items = 0.25, {"image": 7, "video": 1}
+    found = await metrics(client)
+    label = '{model_name="fake"}'
+    for name, value in {
+        "omni_jax:encoder_patches_total": 10,
+        "omni_jax:encoder_padded_patches_total": 6,
+        "omni_jax:encoder_calls_total": 2,
+        "vllm:mm_cache_queries_total": 5,
+        "vllm:mm_cache_hits_total": 3,
+        "omni_jax:encoder_cache_usage_perc": 0.25,
+    }.items():
+        assert found[name + label] == value
+    assert found['omni_jax:mm_items_total{modality="image",model_name="fake"}'] == 7
+    assert found['omni_jax:mm_items_total{modality="video",model_name="fake"}'] == 1
+
+
+# -- MM-03 ------------------------------------------------------------------------------------------------------------
+
+
+async def test_mm_03_data_urls_as_people_send_them(client, engine):
+    picture = png(GREEN)
+    plain = base64.b64encode(picture).decode()
+    await ask(client, url_part(data_uri(picture)), "What is it?")
+    expected = engine.requests[-1]
+    escaped = "".join(f"%{byte:02x}" for byte in picture)
+    for url in (
+        "data:image/png;base64," + plain.rstrip("="),
+        "data:image/png;base64," + "\n".join(plain[i : i + 76] for i in range(0, len(plain), 76)) + "\n",
+        "data:image/png;base64," + base64.urlsafe_b64encode(picture).decode(),
+        "data:image/jpg;base64," + plain,
+        "data:text/html;base64," + plain,
+        "data:;base64," + plain,
+        "data:image/png," + escaped,
+    ):
+        await ask(client, url_part(url), "What is it?")
+        assert engine.requests[-1].prompt_ids == expected.prompt_ids
+        assert engine.requests[-1].media[0].key == expected.media[0].key
+
+
+SECRET = base64.b64encode(b"<!DOCTYPE html><p>the secret of the payload</p>").decode()
+
+
+async def test_mm_03_what_is_no_picture_is_refused_and_not_echoed(client, engine, caplog):
+    caplog.set_level(logging.DEBUG)
+    before = len(engine.requests)
+    for url in (
+        "data:image/png;base64,",
+        "data:image/png;base64",
+        "data:,",
+        f"data:image/png;base64,{SECRET}",
+        f"data:image/png,{SECRET}",
+        f"data:image/png;base64,{SECRET}!",
+        f"data:image/png;base64,=={SECRET}",
+        "data:image/png;base64," + base64.b64encode(png(RED)[:60]).decode(),
+        SECRET * 200,
+    ):
+        for part in (url_part(url), {"type": "image_url", "image_url": url}):
+            message = await refused(client, body("see", part, "there"), match="messages[0].content[1]")
+            assert SECRET[20:40] not in message
+            assert "secret" not in message
+    assert len(engine.requests) == before
+    assert SECRET[20:40] not in caplog.text
+    assert "secret" not in caplog.text
+
+
+# -- MM-09 ------------------------------------------------------------------------------------------------------------
+
+
+async def test_mm_09_what_cannot_be_fetched_is_named(client, engine, host):
+    async def broken(writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+        writer.close()
+
+    host.answers |= {
+        "/403": response(b"", status="403 Forbidden"),
+        "/html": response(b"<html>not a picture</html>", Content_Type="image/png"),
+        "/empty": response(b""),
+        "/large": response(bytes(100_001)),
+        "/broken": broken,
+        "/loop": redirect("/loop"),
+    }
+    before = len(engine.requests)
+    for path, reason in {
+        "/404": "404",
+        "/403": "403",
+        "/html": "",
+        "/empty": "",
+        "/large": "100000 bytes",
+        "/broken": "broke off",
+        "/loop": "redirect",
+    }.items():
+        parts = ("one", image(RED), url_part(host.url(path)))
+        assert reason in await refused(client, body(*parts), match="messages[0].content[2]")
+    assert len(engine.requests) == before
+
+
+async def test_mm_09_a_hanging_host_is_a_400_within_the_time_limit(engine, host):
+    async def silent(writer):
+        await asyncio.sleep(3600)
+
+    host.answers["/silent"] = silent
+    async with serving(engine, media=options(timeout=0.3)) as client:
+        hanging = asyncio.create_task(refused(client, body(url_part(host.url("/silent"))), match="messages[0].content"))
+        await until(lambda: host.asked)
+        for _ in range(5):  # others go on meanwhile
+            await ask(client, "text")
+        assert "0.3 s" in await hanging
+
+
+async def test_when_one_fails_the_others_are_given_up(client, host):
+    left = asyncio.Event()
+
+    async def endless(writer):
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        try:
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        finally:
+            left.set()
+
+    async def no(writer):
+        await until(lambda: "/endless" in host.paths)
+        writer.write(response(b"", status="404 Not Found"))
+
+    host.answers |= {"/endless": endless, "/no": no}
+    sent = body(url_part(host.url("/endless")), url_part(host.url("/no")))
+    async with asyncio.timeout(20):
+        status, answer = await client.post(CHAT, sent)
+        assert (status, "messages[0].content[1]" in answer["error"]["message"]) == (400, True)
+        await left.wait()
+
+
+async def test_a_client_that_leaves_ends_its_fetches(client, engine, host):
+    left = asyncio.Event()
+
+    async def endless(writer):
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        try:
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        finally:
+            left.set()
+
+    host.answers["/endless"] = endless
+    before = len(engine.requests)
+    asking = asyncio.create_task(client.post(CHAT, body(url_part(host.url("/endless")))))
+    await until(lambda: host.asked)
+    asking.cancel()
+    async with asyncio.timeout(20):
+        await left.wait()
+    assert len(engine.requests) == before
+
+
+async def test_fetches_of_a_request_are_bounded(engine, host):
+    now = most = 0
+
+    async def count(writer):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.02)
+        now -= 1
+        writer.write(response(png(RED)))
+
+    host.answers |= {f"/{i}": count for i in range(20)}
+    async with serving(engine, media=options(image=20)) as client:
+        await ask(client, *(url_part(host.url(f"/{i}")) for i in range(20)))
+        assert len(engine.requests[-1].media) == 20
+        assert 1 < most <= prompts.FETCHES
+        most = 0
+        frames = [host.url(f"/{i}") for i in range(8)]
+        await ask(client, {"type": "video", "video": frames}, *(url_part(host.url(f"/{i}")) for i in range(8, 20)))
+        assert most <= prompts.FETCHES
+
+
+async def test_text_does_not_wait_for_pictures_that_are_decoded(client, engine, monkeypatch):
+    free, busy, packed = threading.Event(), threading.Event(), prompts.pack_part
+
+    def slow(*arguments):
+        busy.set()
+        assert free.wait(20)
+        return packed(*arguments)
+
+    monkeypatch.setattr(prompts, "pack_part", slow)
+    pictures = [asyncio.create_task(ask(client, image(RED), "What is it?")) for _ in range(20)]
+    await until(busy.is_set)
+    for _ in range(5):
+        await ask(client, "text")
+    assert not any(task.done() for task in pictures)
+    free.set()
+    await asyncio.gather(*pictures)
+
+
+# -- SEC-01, SEC-02 ---------------------------------------------------------------------------------------------------
+
+
+async def test_sec_01_nothing_private_is_fetched_by_default(engine, host):
+    before = len(engine.requests)
+    async with serving(engine) as client:
+        for url in (
+            host.url("/red.png"),
+            host.url("/red.png", "localhost"),
+            host.url("/red.png", "2130706433"),
+            host.url("/red.png", "[::ffff:127.0.0.1]"),
+            host.url("/red.png", "0.0.0.0"),
+            host.url("/red.png", "user@127.0.0.1"),
+            f"gopher://127.0.0.1:{host.port}/red.png",
+            f"ftp://127.0.0.1:{host.port}/red.png",
+        ):
+            await refused(client, body("see", url_part(url)), match="messages[0].content[1]")
+            await refused(client, body("see", url_part(url, "video")), match="messages[0].content[1]")
+            await refused(client, body({"type": "video", "video": [data_uri(png(RED)), url]}), match="frame 1")
+    assert host.connections == 0
+    assert len(engine.requests) == before
+
+
+async def test_sec_02_local_files(engine, tmp_path):
+    allowed = tmp_path / "images"
+    allowed.mkdir()
+    (allowed / "red.png").write_bytes(png(RED))
+    (tmp_path / "blue.png").write_bytes(png(BLUE))
+    (allowed / "link").symlink_to(tmp_path / "blue.png")
+    sources = [f"file://{allowed}/red.png", str(allowed / "red.png")]
+    async with serving(engine) as client:
+        for source in sources:
+            await refused(client, body(url_part(source)), match="messages[0].content[0]: local files")
+    media = MediaOptions(policy=MediaPolicy(allowed_local_path=allowed))
+    async with serving(engine, media=media) as client:
+        for source in sources:
+            await ask(client, url_part(source), "What is it?")
+            assert seen(engine) == [("image", RED)]
+        before = len(engine.requests)
+        messages = set()
+        for source in ("/etc/passwd", f"{allowed}/link", f"file://{allowed}/%2e%2e/blue.png", f"{allowed}/nothing"):
+            messages.add(await refused(client, body(url_part(source)), match="local file"))
+        assert len(messages) == 1
+        assert len(engine.requests) == before

@@ -1,0 +1,146 @@
+"""Logprobs: always strict JSON, always finite, the chosen token always there."""
+
+import math
+
+import pytest
+
+from serving.http.logprobs import FLOOR
+from tests.serving.fake_engine import alternatives
+
+
+def texts(engine, ids):
+    return [engine.tokenizer.token_text(token) for token in ids]
+
+
+async def test_lp_01_what_json_cannot_hold_becomes_the_floor(client, engine):
+    for bad in (-math.inf, math.nan):
+        engine.logprob = bad
+        # The client fixture reads with a parser that fails on NaN and Infinity.
+        status, answer = await client.complete(logprobs=2, echo=True, top_k=1, logit_bias={"5": -100})
+        assert status == 200
+        of_choice = answer["choices"][0]["logprobs"]
+        assert set(of_choice["token_logprobs"][1:]) == {FLOOR}
+        status, answer = await client.chat(logprobs=True, top_logprobs=2, prompt_logprobs=1)
+        assert {entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]} == {FLOOR}
+
+
+async def test_lp_02_bytes_of_tokens_are_the_bytes_of_the_text(client, engine):
+    status, answer = await client.chat(logprobs=True, top_logprobs=20)
+    assert status == 200
+    choice = answer["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == choice["message"]["content"]
+    assert any("\ufffd" in entry["token"] for entry in entries), "the text must have tokens that are half a character"
+    for entry in entries:
+        assert len(entry["top_logprobs"]) == 20
+        for shown in (entry, *entry["top_logprobs"]):
+            assert bytes(shown["bytes"]).decode(errors="replace") == shown["token"]
+            assert set(shown) - {"top_logprobs"} == {"token", "logprob", "bytes"}
+
+
+async def test_lp_03_chosen_and_alternatives(client, engine):
+    for asked, shown in (({}, 0), ({"top_logprobs": 0}, 0), ({"top_logprobs": 1}, 1), ({"top_logprobs": 20}, 20)):
+        status, answer = await client.chat(logprobs=True, **asked)
+        assert status == 200
+        entries = answer["choices"][0]["logprobs"]["content"]
+        assert len(entries) == answer["usage"]["completion_tokens"]
+        assert [len(entry["top_logprobs"]) for entry in entries] == [shown] * len(entries)
+        assert {entry["logprob"] for entry in entries} == {engine.logprob}
+    status, answer = await client.chat(top_logprobs=1)
+    assert (status, answer["error"]["param"]) == (400, "top_logprobs")
+    status, answer = await client.chat(top_logprobs=1, logprobs=False)
+    assert status == 400
+    assert (await client.chat())[1]["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_api_03_scoring_without_generating(client, engine, stream):
+    prompt = "the word 今天"
+    ids = engine.tokenizer.encode(prompt)
+    body = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 1}
+    if stream:
+        (answer,) = await client.chunks("/v1/completions", body)
+    else:
+        status, answer = await client.complete(**body)
+        assert status == 200
+        assert answer["usage"] == {
+            "prompt_tokens": len(ids),
+            "completion_tokens": 0,
+            "total_tokens": len(ids),
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == [None] + [engine.logprob] * (len(ids) - 1)
+    assert [len(column) for column in logprobs.values()] == [len(ids)] * 4
+    assert logprobs["tokens"][:2] == texts(engine, ids[:2])
+    assert logprobs["text_offset"][0] == 0
+    assert logprobs["top_logprobs"][0] is None
+
+
+async def test_api_03_other_forms(client, engine):
+    prompt = "the word"
+    for stream in (False, True):
+        body = {"prompt": prompt, "echo": True, "max_tokens": 1, "stream": stream}
+        if stream:
+            text = "".join(c["choices"][0]["text"] for c in await client.chunks("/v1/completions", body))
+        else:
+            _, answer = await client.complete(**body)
+            text, usage = answer["choices"][0]["text"], answer["usage"]
+            assert usage["completion_tokens"] == 1
+        assert text == prompt + engine.tokenizer.decode(
+            engine.tokenizer.encode(engine.answers(engine.requests[0], 0))[:1]
+        )
+    status, answer = await client.complete(prompt, echo=True, max_tokens=-1)
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    status, answer = await client.complete(prompt, echo=True, max_tokens=0)
+    assert (answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) == (prompt, None)
+    ids = engine.tokenizer.encode(prompt)
+    assert (await client.complete(ids, echo=True, max_tokens=0))[1]["choices"][0]["text"] == prompt
+
+
+async def test_offsets_point_at_the_tokens_in_the_echoed_text(client, engine):
+    status, answer = await client.complete(["the word", "hello"], echo=True, logprobs=0, n=2, max_tokens=12)
+    assert status == 200
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        logprobs = choice["logprobs"]
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            if not token.startswith("bytes:"):
+                assert choice["text"].startswith(token, offset)
+
+
+async def test_legacy_alternatives_name_half_characters_by_their_bytes(client, engine):
+    _, answer = await client.complete(logprobs=5, max_tokens=99)
+    logprobs = answer["choices"][0]["logprobs"]
+    ids = engine.tokenizer.encode(answer["choices"][0]["text"])
+    assert len(ids) == len(logprobs["tokens"])
+    for position, (token, top) in enumerate(zip(ids, logprobs["top_logprobs"], strict=True)):
+        pairs = alternatives(position, 5, token, engine.logprob)
+        assert len(top) == len({id_ for id_, _ in pairs} | {token})  # no two of them share a name
+        assert "\ufffd" not in "".join(top)
+        assert logprobs["tokens"][position] in top
+    assert any(token.startswith("bytes:\\x") for token in logprobs["tokens"])
+
+
+async def test_prompt_logprobs(client, engine):
+    ids = engine.tokenizer.encode("the word")
+    for k in (0, 2):
+        _, answer = await client.complete(["the word", "hello"], prompt_logprobs=k, n=2)
+        for choice in answer["choices"][:2]:
+            shown = choice["prompt_logprobs"]
+            assert shown[0] is None
+            for position, entry in enumerate(shown[1:], 1):
+                wanted = dict(alternatives(position, k, ids[position], engine.logprob)) | {
+                    ids[position]: engine.logprob
+                }
+                assert {int(token): value["logprob"] for token, value in entry.items()} == wanted
+                for token, value in entry.items():
+                    assert value["decoded_token"] == engine.tokenizer.token_text(int(token))
+    _, answer = await client.complete("the word", prompt_logprobs=3, logprobs=1, echo=True, max_tokens=0)
+    assert engine.requests[-1].params.prompt_logprobs == 3
+    assert all(len(top) <= 2 for top in answer["choices"][0]["logprobs"]["top_logprobs"][1:])
+    _, answer = await client.chat(prompt_logprobs=1)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in (await client.chat())[1]

@@ -1,0 +1,575 @@
+"""What is fetched, what is not, and that refusing costs no connection. Every host here is on loopback."""
+
+import asyncio
+import base64
+import contextlib
+import os
+import socket
+import urllib.parse
+
+import pytest
+from aiohttp.abc import AbstractResolver
+
+from omni_jax.requests import InvalidRequest
+from serving.http import media
+from serving.http.media import MediaOptions, MediaPolicy, fetch, is_public, open_session, read
+from tests.serving.listener import listening, redirect, response
+
+PRIVATE = {"allow_private_addresses": True}
+DATA = bytes(range(256)) * 5
+
+
+class Names(AbstractResolver):
+    """Answers from a table; a list of answers is given out one at a time, the last one for ever."""
+
+    def __init__(self, **table: str | list[str]):
+        self.table = {name.replace("_", "."): list(a) if isinstance(a, list) else [a] for name, a in table.items()}
+        self.asked: list[str] = []
+
+    async def resolve(self, host, port=0, family=socket.AF_INET):
+        self.asked.append(host)
+        answers = self.table.get(host.lower().rstrip("."))
+        if answers is None:
+            raise OSError(None, "no such name")
+        address = answers.pop(0) if len(answers) > 1 else answers[0]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return [{"hostname": host, "host": address, "port": port, "family": family, "proto": 0, "flags": 0}]
+
+    async def close(self):
+        pass
+
+
+async def get(source: str, names: Names | None = None, **policy) -> bytes:
+    made = MediaPolicy(**policy)
+    async with open_session(made, names) as session:
+        return await fetch(source, made, session)
+
+
+async def refused(source: str, names: Names | None = None, *, match: str = ".", **policy) -> str:
+    with pytest.raises(InvalidRequest, match=match) as caught:
+        await get(source, names, **policy)
+    assert len(str(caught.value)) < 400
+    assert caught.value.__cause__ is None
+    return str(caught.value)
+
+
+@pytest.fixture
+async def host():
+    async with listening() as listener:
+        listener.answers["/a"] = response(DATA)
+        yield listener
+
+
+@pytest.fixture
+def public(monkeypatch):
+    """127.0.0.2 counts as public here, so that a first hop can be had without leaving the machine."""
+    monkeypatch.setattr(media, "is_public", lambda address: address == "127.0.0.2" or is_public(address))
+
+
+# -- SEC-01 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "127.0.0.1",
+        "127.1",
+        "127.0.0.1.",
+        "2130706433",
+        "0x7f000001",
+        "0x7f.1",
+        "0177.0.0.1",
+        "017700000001",
+        "%31%32%37.0.0.1",
+        "0.0.0.0",
+        "0",
+        "localhost",
+        "LOCALHOST.",
+        "[::1]",
+        "[::]",
+        "[::ffff:127.0.0.1]",
+        "[::ffff:7f00:1]",
+        "[0:0:0:0:0:ffff:7f00:0001]",
+        "[::127.0.0.1]",
+        "[64:ff9b::7f00:1]",
+        "①②⑦.⓪.⓪.①",
+        "127。0。0。1",
+    ],
+)
+async def test_sec_01_loopback_however_it_is_spelt(host, name):
+    await refused(host.url("/a", name))
+    assert host.connections == 0
+
+
+async def test_sec_01_the_same_host_is_fetched_from_where_that_is_allowed(host):
+    for name in ("127.0.0.1", "localhost"):
+        assert await get(host.url("/a", name), **PRIVATE) == DATA
+    assert host.paths == ["/a", "/a"]
+
+
+def test_sec_01_which_addresses_are_public():
+    for address in ("8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"):
+        assert is_public(address), address
+    for address in (
+        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "0.1.2.3"),
+        *("192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1", "fe80::1", "fe80::1%2"),
+        *("fc00::1", "fec0::1", "ff02::1", "::ffff:169.254.169.254", "::ffff:0:127.0.0.1", "::127.0.0.1", "100::1"),
+        *("64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "2002:7f00:1::", "2002:a9fe:a9fe::", "2001:db8::1", "2001::1"),
+    ):
+        assert not is_public(address), address
+
+
+async def test_sec_01_the_metadata_address_is_not_dialled(monkeypatch):
+    dialled = []
+    monkeypatch.setattr(media.socket, "socket", lambda *a: dialled.append(a))
+    for url in ("http://169.254.169.254/latest/meta-data/", "http://[::ffff:169.254.169.254]/", "http://[fe80::1]/"):
+        await refused(url, match="not on the public internet")
+    assert dialled == []
+
+
+async def test_sec_01_a_name_that_resolves_to_a_private_address(host):
+    for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
+        message = await refused(host.url("/a", "evil.test"), Names(evil_test=address), match=r"evil\.test")
+        assert address not in message  # what internal names stand for is not told
+    assert host.connections == 0
+
+
+async def test_sec_01_a_resolver_that_changes_its_answer(host, public):
+    """Rebinding: the first answer passes, the second is loopback. It is asked once a dial, and each dial is checked."""
+    async with listening("127.0.0.2") as outer:
+        outer.port, port = host.port, outer.port
+        outer.answers["/a"] = response(b"fine", Connection="close")
+        names = Names(evil_test=["127.0.0.2", "127.0.0.1"])
+        policy = MediaPolicy()
+        async with open_session(policy, names) as session:
+            assert await fetch(f"http://evil.test:{port}/a", policy, session) == b"fine"
+            with pytest.raises(InvalidRequest, match="public"):
+                await fetch(host.url("/a", "evil.test"), policy, session)
+    assert names.asked == ["evil.test", "evil.test"]
+    assert host.connections == 0
+
+
+@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "303 See Other", "307 Temporary", "308 Permanent"])
+async def test_sec_01_each_hop_of_a_redirect_is_checked(host, public, status):
+    async with listening("127.0.0.2") as outer:
+        names = Names(outer_test="127.0.0.2", inner_test="127.0.0.1")
+        for target in (
+            host.url("/a"),
+            host.url("/a", "localhost"),
+            host.url("/a", "inner.test"),
+            host.url("/a", "user:pass@127.0.0.2"),
+            f"//127.0.0.1:{host.port}/a",
+            f"gopher://127.0.0.1:{host.port}/a",
+            f"ftp://127.0.0.1:{host.port}/a",
+            "file:///etc/passwd",
+            "data:text/plain,hello",
+            "javascript:alert(1)",
+        ):
+            outer.answers["/r"] = redirect(target, status)
+            message = await refused(outer.url("/r", "outer.test"), names)
+            assert "pass" not in message
+        outer.answers |= {"/r": redirect("b?x=1", status), "/b?x=1": response(b"found")}
+        assert await get(outer.url("/r", "outer.test"), names) == b"found"
+    assert host.connections == 0
+
+
+async def test_sec_01_domains_are_checked_on_every_hop(host):
+    names = Names(good_test="127.0.0.1", other_test="127.0.0.1", sub_good_test="127.0.0.1", xn__bcher_kva_test="::1")
+    allowed = {"allowed_domains": ("Good.test.",), **PRIVATE}
+    assert await get(host.url("/a", "good.test"), names, **allowed) == DATA
+    assert await get(host.url("/a", "GOOD.test."), names, **allowed) == DATA
+    seen = host.connections
+    for name in ("other.test", "sub.good.test", "good.test.evil.test", "evilgood.test", "127.0.0.1", "[::1]"):
+        await refused(host.url("/a", name), names, match="not among the domains", **allowed)
+    assert host.connections == seen
+    host.answers["/r"] = redirect(host.url("/a", "other.test"))
+    await refused(host.url("/r", "good.test"), names, match=r"other\.test", **allowed)
+    assert host.paths.count("/a") == 2
+    await refused("http://good.test/a", names, match="public", allowed_domains=("good.test",))  # its address is private
+
+
+async def test_sec_01_a_change_of_port_is_a_new_dial(host, public):
+    async with listening("127.0.0.2") as outer:
+        names = Names(outer_test=["127.0.0.2", "127.0.0.1"])
+        outer.answers["/r"] = redirect(f"http://outer.test:{host.port}/a")
+        await refused(outer.url("/r", "outer.test"), names, match="public")
+    assert host.connections == 0
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gopher://127.0.0.1:{port}/a",
+        "ftp://127.0.0.1:{port}/a",
+        "ws://127.0.0.1:{port}/a",
+        "unix:///tmp/x",
+        "javascript:alert(1)",
+        "http://user@127.0.0.1:{port}/a",
+        "http://user:secret@127.0.0.1:{port}/a",
+        "http://:secret@127.0.0.1:{port}/a",
+        "http://127.0.0.1\\@127.0.0.1:{port}/a",
+        "http:///a",
+        "http:127.0.0.1:{port}/a",
+        "http://",
+        "http://[::1",
+        "http://[::1]x:{port}/",
+        "http://127.0.0.1:99999/",
+        "http://127.0.0.1:port/",
+        "http://127.0.0.1:0/",
+        "http://a..b:{port}/",
+        "http://" + "a" * 300 + ":{port}/",
+        "http://a\r\nHost: b:{port}/",
+        "http://\x00/",
+        "http://127.0.0.1:{port}/" + "a" * 9000,
+        "",
+        "   ",
+        "127.0.0.1:{port}/a",
+        "//127.0.0.1:{port}/a",
+    ],
+)
+async def test_sec_01_urls_that_are_none(host, url):
+    message = await refused(url.format(port=host.port), **PRIVATE)
+    assert host.connections == 0
+    assert "secret" not in message
+
+
+async def test_the_environment_and_cookies_have_no_part_in_it(host, monkeypatch, tmp_path):
+    async with listening() as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.url(""))
+        (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+        host.answers["/a"] = response(DATA, Set_Cookie="a=b; Path=/")
+        policy = MediaPolicy(**PRIVATE)
+        async with open_session(policy) as session:
+            assert [await fetch(host.url("/a"), policy, session) for _ in range(2)] == [DATA, DATA]
+    assert proxy.connections == 0
+    for _, headers in host.asked:
+        assert not {"authorization", "cookie", "proxy-authorization", "referer"} & set(headers)
+        assert headers["user-agent"].startswith("omni-jax/")
+
+
+async def test_a_url_is_sent_as_it_was_written(host):
+    for path in ("/a%2Fb?sig=x%2Fy%3D%3D&c=%7E~", "/a?b=c+d&e=%20"):
+        host.answers[path] = response(b"signed")
+        assert await get(host.url(path) + "#fragment", **PRIVATE) == b"signed"
+    host.answers["/%C3%BC"] = response(b"encoded")
+    assert await get("\n " + host.url("/ü") + " ", **PRIVATE) == b"encoded"
+    assert [path for path in host.paths if "#" in path] == []
+
+
+# -- MM-09 ------------------------------------------------------------------------------------------------------------
+
+
+def endless(head: bytes, piece: bytes, sent: list[bytes]):
+    async def write(writer):
+        writer.write(head)
+        while True:
+            sent.append(piece)
+            writer.write(piece)
+            await writer.drain()
+
+    return write
+
+
+async def silent(writer):
+    await asyncio.sleep(3600)
+
+
+def slow(head: bytes):
+    async def drip(writer):
+        writer.write(head)
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
+    return drip
+
+
+async def test_mm_09_hosts_that_do_not_deliver(host):
+    host.answers |= {
+        "/403": response(b"secret of the host", status="403 Forbidden"),
+        "/500": response(b"", status="500 Oops"),
+        "/204": response(b"", status="204 No Content"),
+        "/206": response(b"x", status="206 Partial Content"),
+        "/304": response(b"", status="304 Not Modified"),
+        "/302": response(b"", status="302 Found"),
+    }
+    for status in ("404", "403", "500", "204", "206", "304", "302"):
+        message = await refused(host.url(f"/{status}"), match=f"status {status}", **PRIVATE)
+        assert "secret" not in message
+    assert len(host.asked) == 7  # one try each
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    await refused(f"http://127.0.0.1:{port}/", match="cannot be reached", **PRIVATE)
+    await refused("http://nowhere.test/", Names(), match="cannot be resolved", **PRIVATE)
+
+    async def plain(_, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        await refused(f"https://127.0.0.1:{port}/a", match="TLS", **PRIVATE)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        silent,
+        slow(b"HTTP/1.1 200 "),
+        slow(b"HTTP/1.1 200 OK\r\nX: "),
+        slow(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n"),
+    ],
+)
+async def test_mm_09_the_time_limit_is_for_the_whole_item(host, answer):
+    host.answers["/slow"] = answer
+    async with asyncio.timeout(10):
+        await refused(host.url("/slow"), match=r"within the 0\.2 s", timeout=0.2, **PRIVATE)
+    assert (host.connections, len(host.asked)) == (1, 1)
+
+
+async def test_mm_09_redirects_do_not_start_the_clock_anew(host):
+    async def pause(writer):
+        await asyncio.sleep(0.15)
+        writer.write(redirect("/slow"))
+
+    host.answers["/slow"] = pause
+    await refused(host.url("/slow"), match=r"0\.4 s", timeout=0.4, max_redirects=1000, **PRIVATE)
+    assert len(host.asked) < 5
+
+
+async def test_mm_09_a_host_that_never_accepts():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        with contextlib.ExitStack() as fillers:
+            for _ in range(3):  # a full queue: a new connection is neither taken nor refused
+                filler = fillers.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(address)
+            await refused(f"http://127.0.0.1:{address[1]}/", timeout=0.2, **PRIVATE)
+
+
+async def test_mm_09_the_byte_limit_holds_while_the_body_comes(host):
+    sent = []
+    chunk = b"8000\r\n" + b"x" * 32768 + b"\r\n"
+    host.answers |= {
+        "/endless": endless(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 32768, sent),
+        "/chunks": endless(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunk, sent),
+        "/said": b"HTTP/1.1 200 OK\r\nContent-Length: 100001\r\n\r\n",
+        "/fits": response(b"x" * 100_000),
+    }
+    for path in ("/endless", "/chunks", "/said"):
+        await refused(host.url(path), match="100000 bytes", max_bytes=100_000, timeout=60, **PRIVATE)
+    assert len(sent) * 32768 < 50 * 2**20  # what the sockets between hold
+    assert len(await get(host.url("/fits"), max_bytes=100_000, **PRIVATE)) == 100_000
+
+
+async def test_mm_09_bodies_that_break_off(host):
+    async def broken(writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+        writer.close()
+
+    async def gone(writer):
+        writer.close()
+
+    host.answers |= {"/half": broken, "/gone": gone, "/noise": b"\x00\xff not HTTP at all\r\n\r\n"}
+    host.answers["/long"] = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n"
+    for path in ("/half", "/gone", "/noise", "/long"):
+        await refused(host.url(path), match="broke off", **PRIVATE)
+    assert sorted(host.paths) == ["/gone", "/gone", "/half", "/long", "/noise"]  # aiohttp repeats the one, once
+
+
+async def test_mm_09_redirects_are_counted(host):
+    host.answers |= {f"/{i}": redirect(f"/{i - 1}") for i in range(1, 11)} | {"/0": response(b"there")}
+    await refused(host.url("/10"), match="5 that are followed", **PRIVATE)
+    assert len(host.asked) == 6
+    assert await get(host.url("/5"), **PRIVATE) == b"there"
+    host.answers["/loop"] = redirect("/loop")
+    await refused(host.url("/loop"), match="redirect", **PRIVATE)
+    host.answers["/bad"] = redirect("http://[::1")
+    await refused(host.url("/bad"), match="not a valid URL", **PRIVATE)
+
+
+async def test_a_fetch_that_is_given_up_closes_its_connection(host):
+    left = asyncio.Event()
+
+    async def watch(writer):
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        left.set()
+
+    host.answers["/x"] = watch
+    policy = MediaPolicy(timeout=60, **PRIVATE)
+    async with open_session(policy) as session:
+        task = asyncio.create_task(fetch(host.url("/x"), policy, session))
+        while not host.asked:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        async with asyncio.timeout(10):
+            await left.wait()
+        assert task.cancelled()
+
+
+# -- MM-03 ------------------------------------------------------------------------------------------------------------
+
+
+def wrapped(text: str, width: int = 76) -> str:
+    return "\n".join(text[i : i + width] for i in range(0, len(text), width))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 1279, 1280, 1281, 2**18 * 3 // 4, 2**18 + 1, 600_001])
+def test_mm_03_base64_as_people_send_it(size):
+    data = os.urandom(size)
+    plain = base64.b64encode(data).decode()
+    for text in (
+        plain,
+        plain.rstrip("="),
+        wrapped(plain),
+        wrapped(plain.rstrip("=")) + "\r\n",
+        base64.urlsafe_b64encode(data).decode(),
+        urllib.parse.quote(plain, safe=""),
+        wrapped(plain).replace("\n", "%0A"),
+    ):
+        for header in (
+            "image/png;base64",
+            "image/jpg;base64",
+            "IMAGE/PNG;charset=utf-8;BASE64",
+            ";base64",
+            "x/y;base64 ",
+        ):
+            assert read(f"data:{header},{text}", MediaPolicy()) == data
+    assert read("DATA:image/png;base64," + plain, MediaPolicy()) == data
+    escaped = urllib.parse.quote_from_bytes(data)
+    assert read(f"data:image/png,{escaped}", MediaPolicy()) == data
+
+
+SECRET = "c2VjcmV0IHBheWxvYWQ"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "data:",
+        "data:image/png;base64",
+        "data:image/png;base64,",
+        "data:image/png;base64,====",
+        "data:image/png;base64, \n ",
+        "data:image/png,",
+        f"data:image/png;base64,{SECRET}!",
+        f"data:image/png;base64,{SECRET}é",
+        f"data:image/png;base64,QQ=={SECRET}=",
+        f"data:image/png;base64,{SECRET[:17]}",
+        f"data:image/png;base64,{SECRET}\x00",
+        f"data:image/png;base64,{SECRET}==%20!",
+        "data:" + "x" * 2000 + f";base64,{SECRET}",
+        "data:image/png;base64," + "%41" * 1_000_001,
+    ],
+)
+async def test_mm_03_data_uris_that_hold_nothing(source):
+    message = await refused(source, match="data: URI")
+    assert SECRET[:8] not in message
+
+
+def test_mm_03_padding_inside_is_refused_wherever_a_chunk_ends():
+    for size in range(2**18 - 5, 2**18 + 5):
+        text = "A" * size + "=" * (-size % 4)
+        with pytest.raises(InvalidRequest, match="base64"):
+            read("data:;base64," + text + ("=" if size % 4 == 0 else "") + "QQ", MediaPolicy())
+
+
+async def test_the_byte_limit_holds_for_data_uris():
+    source = "data:;base64," + base64.b64encode(bytes(1001)).decode()
+    await refused(source, match="1001 bytes", max_bytes=1000)
+    assert await get(source, max_bytes=1001) == bytes(1001)
+
+
+# -- SEC-02 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path):
+    """data/images is allowed, data/images_private and data/secret are not."""
+    allowed = tmp_path / "data" / "images"
+    (allowed / "sub").mkdir(parents=True)
+    (tmp_path / "data" / "images_private").mkdir()
+    for path in ("images/a b.png", "images/sub/ü.png", "images_private/x", "secret"):
+        (tmp_path / "data" / path).write_bytes(path.encode())
+    (allowed / "out").symlink_to(tmp_path / "data" / "secret")
+    (allowed / "up").symlink_to(tmp_path / "data")
+    (allowed / "in").symlink_to(allowed / "a b.png")
+    (allowed / "loop").symlink_to(allowed / "loop")
+    os.mkfifo(allowed / "pipe")
+    (tmp_path / "link").symlink_to(allowed)
+    return allowed
+
+
+async def test_sec_02_local_files_are_off_by_default(files):
+    messages = set()
+    for source in ("/etc/passwd", "file:///etc/passwd", f"{files}/a b.png", f"file://{files}/nothing", "a.png", "../x"):
+        messages.add(await refused(source, match="local files are not read"))
+    assert len(messages) == 1
+    await refused("file://host/etc/passwd", match="file: URL")
+
+
+async def test_sec_02_what_is_inside_can_be_read(files, tmp_path):
+    for root in (files, tmp_path / "link", files / "sub" / ".."):
+        for source, data in (
+            (f"{files}/a b.png", b"images/a b.png"),
+            ("a b.png", b"images/a b.png"),
+            (f"file://{files}/a%20b.png", b"images/a b.png"),
+            (f"FILE://localhost{files}/sub/%C3%BC.png", "images/sub/ü.png".encode()),
+            (f"file://{files}/sub/ü.png", "images/sub/ü.png".encode()),
+            (f"file://{files}/sub/%2e%2e/a%20b.png", b"images/a b.png"),
+            (f"{files}/in", b"images/a b.png"),
+            (f"{tmp_path}/link/in", b"images/a b.png"),
+        ):
+            assert await get(source, allowed_local_path=root) == data
+
+
+async def test_sec_02_nothing_else_can_and_no_error_tells_what_exists(files, tmp_path):
+    messages = set()
+    for source in (
+        *("/etc/passwd", "file:///etc/passwd", "file:///etc/no-such-file", "/", "~/x", "../secret", "../nothing"),
+        *(
+            f"file://{files}/%2e%2e/secret",
+            f"file://{files}/%2E%2E%2Fsecret",
+            f"{files}/../secret",
+            f"{files}/..%2fsecret",
+        ),
+        *(f"{files}_private/x", f"file://{files}_private/x", f"{files}_private/nothing", "../images_private/x"),
+        *(f"{files}/out", f"{files}/up/secret", f"file://{files}/up/images_private/x", f"{files}/up/nothing"),
+        *(f"{files}", f"{files}/sub", f"{files}/pipe", f"{files}/loop", f"{files}/nothing", "/dev/zero", "/dev/stdin"),
+        *(f"{files}/a b.png\x00", f"file://{files}/a%00b", f"{files}/" + "x" * 5000, "x/" * 3000, f"{files}/a b.png/x"),
+    ):
+        async with asyncio.timeout(10):
+            messages.add(await refused(source, match="local file", allowed_local_path=files))
+    assert len(messages) == 1
+    for source in (f"file://host{files}/in", f"file:{files}/in", "file:in", "file://in", "file:", "file://"):
+        await refused(source, match="file: URL", allowed_local_path=files)
+    await refused("in", match="13 bytes", allowed_local_path=files, max_bytes=13)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_cannot_be_meant(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    for wrong in (
+        *({"allowed_domains": (name,)} for name in ("", " ", "http://a.test", "a.test/x", "a.test:80", "*.a", "u@a")),
+        *({"allowed_local_path": path} for path in (tmp_path / "file", tmp_path / "nothing")),
+        *({"timeout": seconds} for seconds in (0, -1, float("inf"), float("nan"))),
+    ):
+        with pytest.raises(ValueError, match="media"):
+            MediaPolicy(**wrong)
+    assert MediaPolicy(allowed_domains=("Bücher.test.", "::1")).allowed_domains == ("xn--bcher-kva.test", "::1")
+    for limits in ({"image": -1}, {"audio": 1}, {"image": 1.5}, {"video": True}):
+        with pytest.raises(ValueError, match="limit"):
+            MediaOptions(limits=limits)
+    assert MediaOptions(limits={"image": 0}).limits == {"image": 0, "video": 1}

@@ -1,0 +1,264 @@
+"""Keys, health, metrics, request ids, and the small routes."""
+
+import asyncio
+import re
+
+import pytest
+
+from serving.http.server import OPEN_PATHS, make_app
+from tests.serving.conftest import serving
+from tests.serving.fake_engine import FakeEngine, FakeInfo
+from tests.serving.http.test_streaming import until
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def metrics(client) -> dict[str, float]:
+    """Samples by name and labels."""
+    async with client.session.get(client.base + "/metrics") as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = await response.text()
+    return {name: float(value) for name, value in re.findall(r"^([^#\s]\S*(?:\{.*\})?) (\S+)$", text, re.M)}
+
+
+async def test_op_03_every_route_but_the_open_ones_asks_for_the_key():
+    key = "s3cret-kéy"
+    async with serving(FakeEngine(), api_keys=["other", key]) as client:
+        routes = {(r.method, r.resource.canonical) for r in make_app_routes()}
+        assert len(routes) >= 9
+        wrong = [
+            {},
+            *({"Authorization": value} for value in ("Bearer wrong", f"Bearer {key[:-1]}", f"Basic {key}", key)),
+        ]
+        wrong += [{"Authorization": "Bearer"}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {key}x"}]
+        for method, path in [*routes, ("GET", "/nowhere"), ("OPTIONS", "/v1/models"), ("DELETE", "/v1/models")]:
+            path = path.replace("{model}", "fake")
+            if path in OPEN_PATHS:
+                async with client.session.request(method, client.base + path) as response:
+                    assert response.status == 200, path
+                continue
+            for headers in wrong:
+                async with client.session.request(method, client.base + path, headers=headers) as response:
+                    assert response.status == 401, (method, path, headers)
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+                    if method != "HEAD":
+                        assert (await response.json())["error"]["type"] == "authentication_error"
+            for right in (f"Bearer {key}", f"bearer {key}", f"BEARER  {key}", "Bearer other"):
+                async with client.session.request(
+                    method, client.base + path, headers={"Authorization": right}
+                ) as response:
+                    assert response.status != 401, (method, path, right)
+
+
+def make_app_routes():
+    return list(make_app(FakeEngine(), served_model_names=["fake"]).router.routes())
+
+
+def test_an_empty_key_is_refused_at_the_start():
+    with pytest.raises(ValueError, match="must not be empty"):
+        make_app(FakeEngine(), served_model_names=["fake"], api_keys=[""])
+
+
+async def test_op_02_health_tells_of_a_dead_engine(client, engine):
+    engine.hold_after = 1
+    running = asyncio.create_task(client.chat())
+    await until(lambda: engine.requests)
+    async with client.session.get(client.base + "/health") as response:
+        assert response.status == 200
+    engine.dead = "the step failed: XlaRuntimeError at /models/fake"
+    status, answer = await client.get("/health")
+    assert status == 503
+    assert "/models" not in str(answer)
+    status, answer = await client.chat()
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert "/models" not in str(answer)
+    await engine.stop(drain_seconds=0)
+    assert (await running)[0] == 503
+    assert (await metrics(client))['vllm:num_requests_running{model_name="fake"}'] == 0
+
+
+async def test_op_04_metrics_add_up(client, engine):
+    engine.hold_after = 2
+    gone = asyncio.create_task(client.chat(n=3))
+    running = asyncio.create_task(client.chat("a request that stays"))
+    await until(lambda: len(engine.requests) == 2)
+    assert (await metrics(client))['vllm:num_requests_running{model_name="fake"}'] == 4
+    gone.cancel()
+    await until(lambda: engine.aborted)
+    engine.gate.set()
+    used = [(await running)[1]["usage"]]
+    used.append((await client.complete(["a", "b"], n=2, max_tokens=3))[1]["usage"])
+    body = {"prompt": "a", "max_tokens": 99, "stream_options": {"include_usage": True}}
+    used.append((await client.chunks("/v1/completions", body))[-1]["usage"])
+    assert (await client.chat(n=0))[0] == 400
+    seen = await metrics(client)
+    label = '{model_name="fake"}'
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert seen[f"vllm:{gauge}{label}"] == 0
+    finished = {
+        reason: seen[f'vllm:request_success_total{{finished_reason="{reason}",model_name="fake"}}']
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert finished == {"stop": 2, "length": 4, "abort": 3, "error": 0}
+    # Histograms hold what was finished; the aborted request is in none of them.
+    for name, total in (
+        ("request_generation_tokens", sum(usage["completion_tokens"] for usage in used)),
+        ("request_prompt_tokens", sum(usage["prompt_tokens"] for usage in used)),
+        ("request_params_n", 1 + 2 + 2 + 1),
+    ):
+        assert seen[f"vllm:{name}_sum{label}"] == total
+        assert seen[f"vllm:{name}_count{label}"] == 4
+    assert seen[f"vllm:e2e_request_latency_seconds_count{label}"] == 4
+    choices = 3 + 1 + 4 + 1
+    assert seen[f"vllm:time_to_first_token_seconds_count{label}"] == choices
+    generated = seen[f"vllm:generation_tokens_total{label}"]
+    assert seen[f"vllm:inter_token_latency_seconds_count{label}"] == generated - choices
+    for counter in ("vllm:num_preemptions", "vllm:prompt_tokens", "vllm:corrupted_requests", "omni_jax:padded_tokens"):
+        assert seen[f"{counter}_total{label}"] >= 0
+    assert seen[f"omni_jax:compiles_after_warmup_total{label}"] == 0
+    assert seen['vllm:cache_config_info{block_size="16",model_name="fake",num_gpu_blocks="64"}'] == 1
+
+
+async def test_what_computes_attention_is_told():
+    reason = "decode uses XLA, as a kernel failed its self-test: triton: off by 1"
+    attention = {"decode": "xla", "mixed": "triton", "write": "triton"}
+    async with serving(FakeEngine(info=FakeInfo(attention=attention, attention_fallbacks=(reason,)))) as client:
+        seen = await metrics(client)
+        assert seen['omni_jax:attention_info{implementation="xla",model_name="fake",op="decode"}'] == 1
+        assert seen['omni_jax:attention_info{implementation="triton",model_name="fake",op="write"}'] == 1
+        assert seen['omni_jax:attention_fallbacks{model_name="fake"}'] == 1
+        _, stats = await client.get("/stats")
+        assert stats["attention"] == attention | {"fallbacks": [reason]}
+
+
+async def test_two_apps_have_metrics_of_their_own():
+    async with serving(FakeEngine()) as one, serving(FakeEngine()) as other:
+        await one.chat()
+        name = 'vllm:e2e_request_latency_seconds_count{model_name="fake"}'
+        assert ((await metrics(one))[name], (await metrics(other))[name]) == (1, 0)
+
+
+async def test_api_10_equal_request_ids_do_not_meet(client, engine):
+    engine.hold_after = 2
+    headers = {"X-Request-Id": "mine", "Content-Type": "application/json"}
+    first = asyncio.create_task(client.chat("one", request_id="same"))
+    second = asyncio.create_task(client.post("/v1/chat/completions", HELLO | {"request_id": "same"}, headers=headers))
+    await until(lambda: len(engine.requests) == 2)
+    assert len({request.id for request in engine.requests}) == 2
+    first.cancel()
+    await until(lambda: engine.aborted)
+    engine.gate.set()
+    status, answer = await second
+    kept = next(request for request in engine.requests if request.id not in engine.aborted)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, engine.answers(kept, 0))
+    assert answer["id"] == kept.id
+
+
+async def test_request_ids_come_back_in_the_header(client):
+    async def header(given: str | None, **body) -> str:
+        headers = {} if given is None else {"X-Request-Id": given}
+        async with client.session.post(
+            client.base + "/v1/chat/completions", json=HELLO | body, headers=headers
+        ) as response:
+            return response.headers["X-Request-Id"]
+
+    assert await header("my-id.7") == "my-id.7"
+    assert await header("my-id.7", stream=True) == "my-id.7"
+    assert await header("my-id.7", n=0) == "my-id.7"
+    assert await header(None, request_id="of-the-body") == "of-the-body"
+    for unfit in (None, "x" * 129, "with space", "ünfit"):
+        assert re.fullmatch("req-[0-9a-f]{32}", await header(unfit))
+    assert re.fullmatch("req-[0-9a-f]{32}", await header(None, request_id="line\nbreak: 1"))
+
+
+async def test_models_version_health(client):
+    status, answer = await client.get("/v1/models")
+    assert (status, answer["object"]) == (200, "list")
+    assert answer["data"][0] | {"created": 0} == {
+        "id": "fake",
+        "object": "model",
+        "created": 0,
+        "owned_by": "omni-jax",
+        "root": "fake",
+        "parent": None,
+        "max_model_len": 256,
+        "permission": [],
+    }
+    assert re.match(r"\d+\.\d+", (await client.get("/version"))[1]["version"])
+
+
+async def test_the_name_asked_for_is_the_name_answered(client):
+    for name in ("fake", "org/fake-2"):
+        assert (await client.chat(model=name))[1]["model"] == name
+        assert (await client.complete(model=name))[1]["model"] == name
+    assert (await client.chat())[1]["model"] == "fake"
+
+
+async def test_tokenize_and_back(client, engine):
+    text = "the <|im_end|> ďábel"
+    ids = engine.tokenizer.encode(text)
+    status, answer = await client.post("/tokenize", {"prompt": text})
+    assert (status, answer) == (200, {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": None})
+    assert (await client.post("/detokenize", {"tokens": ids}))[1] == {"prompt": text}
+    _, answer = await client.post("/tokenize", {"prompt": "the word", "return_token_strs": True})
+    assert "".join(answer["token_strs"]) == "the word"
+    _, answer = await client.post("/tokenize", HELLO)
+    assert answer["tokens"] == engine.tokenizer.render_chat(HELLO["messages"])
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"messages": []}),
+        ("/detokenize", {"tokens": [512]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": "a"}),
+        ("/detokenize", {"tokens": [True]}),
+    ):
+        assert (await client.post(path, body))[0] == 400, (path, body)
+    assert (await client.post("/detokenize", {"tokens": []}))[1] == {"prompt": ""}
+
+
+async def test_sampling_defaults_of_the_model_hold_only_where_the_request_is_silent():
+    defaults = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "max_new_tokens": 3, "do_sample": True}
+    engine = FakeEngine(info=FakeInfo(default_sampling=defaults))
+    async with serving(engine) as client:
+        await client.chat(temperature=0, top_p=None)
+        params = engine.requests[-1].params
+        assert (params.temperature, params.top_k, params.top_p) == (0, 7, 0.8)
+        assert params.max_tokens == 256 - len(engine.requests[-1].prompt_ids)  # all the room there is
+        await client.complete()
+        assert engine.requests[-1].params.max_tokens == 16
+
+
+async def test_sampling_fields_reach_the_engine(client, engine):
+    given = {
+        "n": 2,
+        "temperature": 1,
+        "top_p": 0.5,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1,
+        "frequency_penalty": 2,
+        "seed": 7,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop_token_ids": [4, 5],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    for stop, expected in (("a", ("a",)), (["a", "bc"], ("a", "bc")), ([], ())):
+        assert (await client.chat(**given, stop=stop, logit_bias={"3": 1}))[0] == 200
+        params = engine.requests[-1].params
+        assert {name: getattr(params, name) for name in given} == given | {"stop_token_ids": (4, 5)}
+        assert (params.stop, params.logit_bias) == (expected, {3: 1.0})
+    await client.chat(max_tokens=5, max_completion_tokens=6)
+    assert engine.requests[-1].params.max_tokens == 6
+
+
+async def test_a_model_without_a_chat_template_says_so():
+    async with serving(FakeEngine(template=None)) as client:
+        status, answer = await client.chat()
+        assert (status, "chat template" in answer["error"]["message"]) == (400, True)
+        assert (await client.complete())[0] == 200
