@@ -4,7 +4,7 @@
 # make soak      a million calls of the block pool, and scheduler properties over a million steps (SOAK="--seed 1 ..." for its flags)
 # make goldens   make the golden outputs again with transformers on torch; `make goldens-check` compares only
 # make bench-cpu compare with the bare JAX loop and other engines on this machine (BENCH="--rounds 1 ..." for flags)
-# make bench-vision  pictures: preprocessing and vision tower beside transformers, gaps in a stream of text
+# make bench-vision  images: preprocessing and vision tower beside transformers, gaps in a stream of text
 # make bench-memory  shared prefix, more sequences than the KV cache holds, used slots (BENCH="--model tiny ..." for flags)
 # make newest    a smoke part of the tests with another Python (NEWEST=python3.12) and the newest JAX it gets
 # make gpu-proof compile the GPU kernels and steps for A100, H100 and H200 with no GPU, and check what came (PROOF="--only

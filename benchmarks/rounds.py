@@ -73,12 +73,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def largest_gap_allowed(*, step: float, longest_slice: float) -> float:
-    """Seconds a stream may wait at most for its next token while pictures are in work: a plain step, and one slice of
+    """Seconds a stream may wait at most for its next token while images are in work: a plain step, and one slice of
     the vision tower with half as much again for what comes with it."""
     return step + 1.5 * longest_slice
 
 
-def largest_slice(pictures: Sequence[Sequence[float]]) -> float:
-    """Seconds of the longest slice of like pictures: the median over them of each one's longest, so that a slow moment
+def largest_slice(images: Sequence[Sequence[float]]) -> float:
+    """Seconds of the longest slice of like images: the median over them of each one's longest, so that a slow moment
     of the machine in one of them allows nothing."""
-    return statistics.median(max(slices) for slices in pictures)
+    return statistics.median(max(slices) for slices in images)

@@ -129,7 +129,7 @@ def test_template_takes_strings_openai_parts_and_numbers(tmp_path):
     )
 
 
-def test_pictures_keep_their_size_and_differ(tmp_path):
+def test_images_keep_their_size_and_differ(tmp_path):
     processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_vl.write_tiny_vl(tmp_path, "qwen2_vl"))
     seen = [item for case in tiny_vl.CASES.values() for item in case.items]
     assert len({item.seed for item in seen}) == len(seen)
@@ -140,9 +140,9 @@ def test_pictures_keep_their_size_and_differ(tmp_path):
         assert tiny_vl.MIN_PIXELS <= item.rows * item.cols <= tiny_vl.MAX_PIXELS
         _, *grid = processor(Image.fromarray(array))["image_grid_thw"][0]
         assert tuple(grid) == item.grid[1:]
-    film = tiny_vl.CASES["video"].items[0]
-    frames = film.arrays()
-    assert (len(frames), film.grid, film.seconds_per_grid) == (5, (3, 6, 10), 0.8)
+    item = tiny_vl.CASES["video"].items[0]
+    frames = item.arrays()
+    assert (len(frames), item.grid, item.seconds_per_grid) == (5, (3, 6, 10), 0.8)
     assert all(not np.array_equal(a, b) for a, b in itertools.pairwise(frames))
-    # The same bytes everywhere: the first row of one picture.
-    assert tiny_vl.picture(8, 8, 0)[0, :, 0].tolist() == [131, 134, 138, 142, 146, 150, 23, 27]
+    # The same bytes everywhere: the first row of one image.
+    assert tiny_vl.image(8, 8, 0)[0, :, 0].tolist() == [131, 134, 138, 142, 146, 150, 23, 27]

@@ -1,4 +1,4 @@
-"""Tiny Qwen2-VL and Qwen2.5-VL checkpoints with random weights, and the prompts with pictures their goldens are of.
+"""Tiny Qwen2-VL and Qwen2.5-VL checkpoints with random weights, and the prompts with images their goldens are of.
 
 Like tests/tiny.py: the same bytes in every environment, from numpy, safetensors and tokenizers alone.
 """
@@ -18,7 +18,7 @@ MEDIA_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image
 SYSTEM = "You are a helpful assistant."  # what the template puts before a conversation that brings no system message
 
 PATCH, MERGE, FRAMES = 4, 2, 2  # pixels of a patch, patches of a token (each way), frames of a patch
-UNIT = PATCH * MERGE  # sides of the pictures below are multiples of it, so that nothing is resized
+UNIT = PATCH * MERGE  # sides of the images below are multiples of it, so that nothing is resized
 MIN_PIXELS, MAX_PIXELS = 4 * UNIT**2, 128 * UNIT**2
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's, as in Qwen's files
 
@@ -35,8 +35,8 @@ _TEXT = {
     "hidden_act": "silu",
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
-    # Of the eight frequencies the last three turn with the column. With the usual bases they would hardly turn over a
-    # picture of a few tokens, and an error in the columns would not show.
+    # Of the eight frequencies the last three turn with the column. With the usual bases they would hardly turn over an
+    # image of a few tokens, and an error in the columns would not show.
     "rope_theta": 100.0,
     "mrope_section": [2, 3, 3],
     "attention_dropout": 0.0,
@@ -68,13 +68,13 @@ _VISIONS = {
         "intermediate_size": 84,
         "num_heads": 2,
         "hidden_act": "silu",
-        "window_size": 4 * UNIT,  # windows of 4 x 4 tokens: pictures below have whole, partial and single ones
+        "window_size": 4 * UNIT,  # windows of 4 x 4 tokens: images below have whole, partial and single ones
         "fullatt_block_indexes": [1, 3],
         "tokens_per_second": 2,
     },
 }
 
-# Qwen2-VL's rules: a string or a list of parts, told apart by type or by the key they carry; pictures are numbered
+# Qwen2-VL's rules: a string or a list of parts, told apart by type or by the key they carry; images are numbered
 # when asked to.
 CHAT_TEMPLATE = (
     "{% set seen = namespace(image=0, video=0) %}"
@@ -100,7 +100,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture:
+class ImageItem:
     """A still image by its size in pixels and a seed."""
 
     rows: int
@@ -116,11 +116,11 @@ class Picture:
 
     def array(self) -> np.ndarray:
         """uint8 [rows, cols, 3]."""
-        return picture(self.rows, self.cols, self.seed)
+        return image(self.rows, self.cols, self.seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Film:
+class VideoItem:
     """A video as its sampled frames; fps is how many of them were taken from a second."""
 
     rows: int
@@ -142,8 +142,8 @@ class Film:
         return FRAMES / self.fps
 
     def arrays(self) -> list[np.ndarray]:
-        """Frames, uint8 [rows, cols, 3] each: a picture that moves to the right, and its top down."""
-        still = picture(self.rows, self.cols, self.seed)
+        """Frames, uint8 [rows, cols, 3] each: an image that moves to the right, and its top down."""
+        still = image(self.rows, self.cols, self.seed)
         return [np.roll(still, (k, 3 * k), axis=(0, 1)) for k in range(self.frames)]
 
 
@@ -152,15 +152,15 @@ class Case:
     """A conversation that waits for an answer: (role, parts) after (role, parts), a part being a text or what is seen
     there."""
 
-    turns: tuple[tuple[str, tuple[str | Picture | Film, ...]], ...]
+    turns: tuple[tuple[str, tuple[str | ImageItem | VideoItem, ...]], ...]
 
     @property
-    def items(self) -> tuple[Picture | Film, ...]:
+    def items(self) -> tuple[ImageItem | VideoItem, ...]:
         """What is seen, in the order of the prompt."""
         return tuple(part for _, parts in self.turns for part in parts if not isinstance(part, str))
 
-    def messages(self, part: Callable[[Picture | Film], dict] | None = None) -> list[dict]:
-        """Chat messages; `part` makes a content part of a picture or film, by default {"type": "image" or "video"}."""
+    def messages(self, part: Callable[[ImageItem | VideoItem], dict] | None = None) -> list[dict]:
+        """Chat messages; `part` makes a content part of an image or video, by default {"type": "image" or "video"}."""
         part = part or (lambda item: {"type": item.modality})
         return [
             {"role": role, "content": [{"type": "text", "text": p} if isinstance(p, str) else part(p) for p in parts]}
@@ -170,16 +170,16 @@ class Case:
 
 CASES = {
     "text": Case(turns=(("user", ("The capital of France is",)),)),
-    "one_image": Case(turns=(("user", (Picture(rows=40, cols=56, seed=1), "What is this?")),)),
+    "one_image": Case(turns=(("user", (ImageItem(rows=40, cols=56, seed=1), "What is this?")),)),
     "four_images": Case(
         turns=(
             (
                 "user",
                 (
-                    Picture(rows=16, cols=24, seed=2),
-                    Picture(rows=32, cols=64, seed=3),
-                    Picture(rows=72, cols=16, seed=4),
-                    Picture(rows=48, cols=40, seed=5),
+                    ImageItem(rows=16, cols=24, seed=2),
+                    ImageItem(rows=32, cols=64, seed=3),
+                    ImageItem(rows=72, cols=16, seed=4),
+                    ImageItem(rows=48, cols=40, seed=5),
                     "Which of these would you like?",
                 ),
             ),
@@ -187,17 +187,20 @@ CASES = {
     ),
     "image_text_image": Case(
         turns=(
-            ("user", (Picture(rows=24, cols=24, seed=6), " and then ", Picture(rows=40, cols=32, seed=7), " were one")),
+            (
+                "user",
+                (ImageItem(rows=24, cols=24, seed=6), " and then ", ImageItem(rows=40, cols=32, seed=7), " were one"),
+            ),
         )
     ),
     # 2.5 frames a second are 0.8 seconds a step, 1.6 temporal positions: 0, 1.6, 3.2, cut off to 0, 1, 3.
-    "video": Case(turns=(("user", (Film(rows=24, cols=40, frames=5, fps=2.5, seed=8), "Who is it?")),)),
+    "video": Case(turns=(("user", (VideoItem(rows=24, cols=40, frames=5, fps=2.5, seed=8), "Who is it?")),)),
     "two_turns": Case(
         turns=(
             ("system", ("Write some words.",)),
-            ("user", ("What is in it?", Picture(rows=32, cols=48, seed=9))),
+            ("user", ("What is in it?", ImageItem(rows=32, cols=48, seed=9))),
             ("assistant", ("It is the water.",)),
-            ("user", (Picture(rows=56, cols=24, seed=10), "And now?")),
+            ("user", (ImageItem(rows=56, cols=24, seed=10), "And now?")),
         )
     ),
     "video_and_image": Case(
@@ -205,8 +208,8 @@ CASES = {
             (
                 "user",
                 (
-                    Film(rows=16, cols=48, frames=3, fps=2.0, seed=11),
-                    Picture(rows=24, cols=32, seed=12),
+                    VideoItem(rows=16, cols=48, frames=3, fps=2.0, seed=11),
+                    ImageItem(rows=24, cols=32, seed=12),
                     "Find the first.",
                 ),
             ),
@@ -408,23 +411,23 @@ def expanded_ids(case: Case) -> list[int]:
     return tokenizer().encode("".join(texts) + "<|im_start|>assistant\n").ids
 
 
-def _spelt(part: str | Picture | Film) -> str:
+def _spelt(part: str | ImageItem | VideoItem) -> str:
     if isinstance(part, str):
         return part
     return f"<|vision_start|>{f'<|{part.modality}_pad|>' * num_tokens(part)}<|vision_end|>"
 
 
-def num_tokens(item: Picture | Film) -> int:
-    """Placeholders, and features, of a picture or film."""
+def num_tokens(item: ImageItem | VideoItem) -> int:
+    """Placeholders, and features, of an image or video."""
     return int(np.prod(item.grid)) // MERGE**2
 
 
-def frames(item: Picture | Film) -> list[np.ndarray]:
-    """What is seen of an item: the one image of a picture, the frames of a film."""
-    return [item.array()] if isinstance(item, Picture) else item.arrays()
+def frames(item: ImageItem | VideoItem) -> list[np.ndarray]:
+    """What is seen of an item: the one image of an image, the frames of a video."""
+    return [item.array()] if isinstance(item, ImageItem) else item.arrays()
 
 
-def picture(rows_px: int, cols_px: int, seed: int) -> np.ndarray:
+def image(rows_px: int, cols_px: int, seed: int) -> np.ndarray:
     """uint8 [rows_px, cols_px, 3]: coloured squares of 6 pixels, across the edges of patches, over a gradient."""
     shape = (-(-rows_px // 6), -(-cols_px // 6), 3)
     raw = np.random.PCG64([seed, rows_px, cols_px]).random_raw(int(np.prod(shape)))

@@ -159,7 +159,7 @@ def prove_head(proof: str, target: str, model: Model) -> list[Finding]:
 
 
 def prove_tower(proof: str, target: str, model: Model) -> list[Finding]:
-    """What runs between steps for pictures."""
+    """What runs between steps for images."""
     findings = []
     runner, _ = make_runner(target, model)
     assert runner.encoder is not None

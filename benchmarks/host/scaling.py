@@ -1,4 +1,4 @@
-"""Weak scaling of the host: what a step costs it at 1, 2 and 4 data rows, each a thread with a scheduler and a batch of
+"""Weak scaling of the host: what a step costs it at 1, 2 and 4 replicas, each a thread with a scheduler and a batch of
 its own, as in the engine. No device: plans are packed and committed, and nothing is computed.
 
 python -m benchmarks.host.scaling --rows 1 2 4 --running 64 --step-ms 20 --json OUT.json
@@ -43,7 +43,7 @@ MODEL = {
 
 
 class Row:
-    """The host's part of a data row: a scheduler with `running` sequences that decode, and a runner that packs."""
+    """The host's part of a replica: a scheduler with `running` sequences that decode, and a runner that packs."""
 
     def __init__(self, running: int):
         self._running, self._now = running, 0.0

@@ -1,5 +1,5 @@
-"""Pictures on this CPU: preprocessing and the vision tower beside transformers, and what a stream of text notices of
-pictures that are in work. See benchmarks/README.md."""
+"""Images on this CPU: preprocessing and the vision tower beside transformers, and what a stream of text notices of
+images that are in work. See benchmarks/README.md."""
 
 import argparse
 import dataclasses
@@ -21,12 +21,12 @@ from benchmarks.vision.images import write_jpegs, write_patches
 PARTS = ("preprocess", "tower", "gaps")
 SIZES = ((448, 448), (640, 480), (1280, 960), (1920, 1080))  # pixels, (width, height)
 GRIDS = ((32, 32), (64, 64), (34, 46))  # patches, (rows, columns): 1,024, 4,096, and 640 x 480 pixels in a padded call
-COUNT = 24  # pictures of a round of preprocessing
+COUNT = 24  # images of a round of preprocessing
 THREADS = 2  # that prepare at once in the last case of preprocessing, as the server's do on two cores
 LARGE = (1280, 960)
-IN_WORK, ALONE = 8, 3  # large pictures beside the stream; and before it, to time their slices
+IN_WORK, ALONE = 8, 3  # large images beside the stream; and before it, to time their slices
 MOST_DIFFERENCE = 1e-2  # between features in float32
-AFTER = 100  # tokens of the stream before the pictures come
+AFTER = 100  # tokens of the stream before the images come
 EXAMPLE = """example, two minutes on a quiet machine (everything takes a quarter of an hour):
   python -m benchmarks.vision --parts preprocess --rounds 1
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _preprocess(args, directory: Path, folder: Path) -> dict:
-    """Rounds of COUNT pictures of a size, from a file's bytes and decoded, and at last of all sizes in threads."""
+    """Rounds of COUNT images of a size, from a file's bytes and decoded, and at last of all sizes in threads."""
     ours = [sys.executable, "-m", "benchmarks.vision.case", str(directory), "--part", "preprocess"]
     transformers = [args.torch_python or sys.executable, "-m", "benchmarks.vision.hf_case", str(directory)]
     commands = {"omni-jax": ours}
@@ -86,7 +86,7 @@ def _preprocess(args, directory: Path, folder: Path) -> dict:
 
 
 def _tower(args, directory: Path, folder: Path) -> dict:
-    """Rounds of one picture each."""
+    """Rounds of one image each."""
     ours = [sys.executable, "-m", "benchmarks.vision.case", str(directory), "--part", "tower"]
     transformers = [args.torch_python or sys.executable, "-m", "benchmarks.vision.hf_case", str(directory)]
     workers, part = _start({"omni-jax": ours, "transformers": [*transformers, "--part", "tower"]}, folder)
@@ -108,23 +108,23 @@ def _tower(args, directory: Path, folder: Path) -> dict:
 
 
 def _gaps(args, directory: Path, folder: Path) -> dict:
-    """A stream by itself, and one beside pictures."""
+    """A stream by itself, and one beside images."""
     command = [sys.executable, "-m", "benchmarks.vision.gaps_case", str(directory), "--max-model-len", "4096"]
     [worker], part = _start({"omni-jax": command}, folder)
     worker.ask("open", files=write_jpegs(folder, [LARGE] * (ALONE + IN_WORK)))
-    say(f"gaps: {ALONE} pictures alone")
+    say(f"gaps: {ALONE} images alone")
     alone = worker.ask("alone", which=list(range(ALONE)))
     answers = {}
-    for name, pictures in (("plain", []), ("pictures", list(range(ALONE, ALONE + IN_WORK)))):
-        say(f"gaps: {args.tokens} tokens" + (f" beside {len(pictures)} pictures" if pictures else ""))
-        answers[name] = worker.ask("stream", tokens=args.tokens, pictures=pictures, after=AFTER)
+    for name, images in (("plain", []), ("images", list(range(ALONE, ALONE + IN_WORK)))):
+        say(f"gaps: {args.tokens} tokens" + (f" beside {len(images)} images" if images else ""))
+        answers[name] = worker.ask("stream", tokens=args.tokens, images=images, after=AFTER)
     _stop([worker])
     step = statistics.median(answers["plain"]["step_seconds"])
     part |= {"tokens": args.tokens, "size": LARGE, "step_seconds": step, "alone": alone, **answers}
     # What one slice takes by itself is the strict measure: beside the stream, its seconds have steps in them.
     part["slice_seconds"] = largest_slice(alone["slice_seconds"])
     part["allowed"] = largest_gap_allowed(step=step, longest_slice=part["slice_seconds"])
-    part["allowed_beside"] = largest_gap_allowed(step=step, longest_slice=max(answers["pictures"]["slice_seconds"]))
+    part["allowed_beside"] = largest_gap_allowed(step=step, longest_slice=max(answers["images"]["slice_seconds"]))
     say(vision_report.gaps_line(part), indent=1)
     return part
 
@@ -198,7 +198,7 @@ def _parse() -> argparse.Namespace:
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
     if args.tokens <= 2 * AFTER:
-        parser.error(f"--tokens must be more than {2 * AFTER}, got {args.tokens}: pictures come after {AFTER}")
+        parser.error(f"--tokens must be more than {2 * AFTER}, got {args.tokens}: images come after {AFTER}")
     return args
 
 

@@ -1,4 +1,4 @@
-"""This project's way from a picture to its features: preprocessing, and the executables of the vision tower."""
+"""This project's way from an image to its features: preprocessing, and the executables of the vision tower."""
 
 import argparse
 import time
@@ -51,7 +51,7 @@ class Tower:
         return {"name": NAME, "version": f"JAX {jax.__version__}"}
 
     def open(self, files: list[str], grids: list[tuple[int, int]]):
-        """Compiles what these pictures need. {"found": some features of each}; files are uint8 patches."""
+        """Compiles what these images need. {"found": some features of each}; files are uint8 patches."""
         merge = self._config.spatial_merge_size
         self._spans = [
             MediaSpan(
@@ -90,7 +90,7 @@ class Tower:
         return {"found": found, "buckets": [next(s for s in sizes if s >= span.num_patches) for span in self._spans]}
 
     def encode(self, which: int, times: int):
-        """Encodes the picture of this place, from uint8 patches on the host to features on the device."""
+        """Encodes the image of this place, from uint8 patches on the host to features on the device."""
         encoder, span = self._encoder, self._spans[which]
         rows = np.arange(1, span.length + 1)
         begin = time.perf_counter()

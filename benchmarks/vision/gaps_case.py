@@ -1,4 +1,4 @@
-"""The engine behind its event loop, as the server runs it: a stream of text, and pictures that come in meanwhile."""
+"""The engine behind its event loop, as the server runs it: a stream of text, and images that come in meanwhile."""
 
 import argparse
 import asyncio
@@ -18,8 +18,8 @@ from omni_jax.inputs import chat_prompt, media_parts, pack_part
 from omni_jax.requests import Request, SamplingParams
 
 PROMPT = 128  # tokens of the stream's prompt
-ANSWER = 16  # tokens asked for about each picture
-QUESTION = "What is in this picture?"
+ANSWER = 16  # tokens asked for about each image
+QUESTION = "What is in this image?"
 
 
 class Gaps:
@@ -43,34 +43,34 @@ class Gaps:
         }
 
     def open(self, files: list[str]):
-        """Reads the pictures (not decoded) that the other commands are about."""
+        """Reads the images (not decoded) that the other commands are about."""
         self._data = [Path(file).read_bytes() for file in files]
         return {}
 
     def alone(self, which: list[int]):
-        """Encodes these pictures one after another with nothing else to do. Seconds of each one's slices."""
+        """Encodes these images one after another with nothing else to do. Seconds of each one's slices."""
 
         async def run():
             found = []
-            for picture in which:
+            for image in which:
                 before = self._slices()
-                await self._ask(picture)
+                await self._ask(image)
                 found.append(self._slices()[len(before) :])
             return found
 
         return {"slice_seconds": self._loop.run(run())}
 
-    def stream(self, tokens: int, pictures: list[int], after: int):
-        """Streams an answer of at least `tokens`, until the pictures are answered too. With the token number `after`
-        come all of these pictures at once, each in a request of its own.
+    def stream(self, tokens: int, images: list[int], after: int):
+        """Streams an answer of at least `tokens`, until the images are answered too. With the token number `after`
+        come all of these images at once, each in a request of its own.
 
         Returns:
             {"gaps": seconds between each token's arrival on the event loop and the next one's, "during": for each gap
-            whether pictures were in work, "step_seconds", "slice_seconds", "first_token_seconds": of each picture's
-            request, its preparation included, "pictures_seconds": until the last of them was answered,
+            whether images were in work, "step_seconds", "slice_seconds", "first_token_seconds": of each image's
+            request, its preparation included, "images_seconds": until the last of them was answered,
             "compiles_after_warmup"}
         """
-        return self._loop.run(self._stream(tokens, pictures, after))
+        return self._loop.run(self._stream(tokens, images, after))
 
     def close(self):
         self._loop.run(self._engine.stop())
@@ -78,7 +78,7 @@ class Gaps:
         self._loop.close()
         return {}
 
-    async def _stream(self, tokens: int, pictures: list[int], after: int):
+    async def _stream(self, tokens: int, images: list[int], after: int):
         before, slices = self._engine.stats(), self._slices()
         arrived: list[float] = []
         asked: list[asyncio.Task[tuple[float, float]]] = []
@@ -88,30 +88,30 @@ class Gaps:
             arrived += [time.perf_counter()] * len(delta.token_ids)
             if len(arrived) >= after and not asked:
                 begin = arrived[-1]
-                asked = [asyncio.create_task(self._ask(picture)) for picture in pictures]
+                asked = [asyncio.create_task(self._ask(image)) for image in images]
             if len(arrived) >= tokens and all(task.done() for task in asked):
                 self._engine.abort(request.id)
         answers = await asyncio.gather(*asked)
         end = max((last for _, last in answers), default=begin)
         if end > arrived[-1]:
             late, most = end - arrived[-1], self._engine.info.max_model_len
-            raise RuntimeError(f"the stream reached its {most} tokens {late:.1f} s before the pictures were answered")
+            raise RuntimeError(f"the stream reached its {most} tokens {late:.1f} s before the images were answered")
         stats = self._engine.stats()
         gaps = list(itertools.pairwise(arrived))
         return {
             "gaps": [round(later - sooner, 6) for sooner, later in gaps],
-            "during": [later > begin and sooner < end for sooner, later in gaps] if pictures else [False] * len(gaps),
+            "during": [later > begin and sooner < end for sooner, later in gaps] if images else [False] * len(gaps),
             "step_seconds": list(stats.step_seconds[-(stats.steps - before.steps) :]),
             "slice_seconds": self._slices()[len(slices) :],
             "first_token_seconds": [first - begin for first, _ in answers],
-            "pictures_seconds": end - begin,
+            "images_seconds": end - begin,
             "compiles_after_warmup": stats.compiles_after_warmup,
         }
 
-    async def _ask(self, picture: int) -> tuple[float, float]:
+    async def _ask(self, image: int) -> tuple[float, float]:
         """When the answer's first token came, and its last."""
         loop = asyncio.get_running_loop()
-        request = await loop.run_in_executor(self._threads, self._prepare, self._data[picture])
+        request = await loop.run_in_executor(self._threads, self._prepare, self._data[image])
         times = [time.perf_counter() async for _ in self._engine.submit(request)]
         return times[0], times[-1]
 

@@ -33,8 +33,8 @@ def preparer(directory: str, backend: str, threads: int) -> Preparer:
     def decode(data):
         return Image.open(io.BytesIO(data)).convert("RGB")
 
-    def pack(picture):
-        return processor(images=picture, return_tensors="pt")
+    def pack(image):
+        return processor(images=image, return_tensors="pt")
 
     def look(found):
         pixels = found["pixel_values"].reshape(len(found["pixel_values"]), len(std), -1)
@@ -67,7 +67,7 @@ class Tower:
         return {"name": "transformers", "version": self._version}
 
     def open(self, files, grids):
-        """{"found": some features of each picture}; files are uint8 patches, which are normalised here."""
+        """{"found": some features of each image}; files are uint8 patches, which are normalised here."""
         np, torch = self._np, self._torch
         from transformers import AutoConfig
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -76,26 +76,26 @@ class Tower:
         frames = AutoConfig.from_pretrained(self._directory).vision_config.temporal_patch_size
         colours = processor.image_mean, processor.image_std
         mean, std = (np.asarray(colour, np.float32)[:, None, None, None] for colour in colours)
-        self._pictures = []
+        self._images = []
         for file, grid in zip(files, grids, strict=True):
             pixels = (np.load(file) * np.float32(processor.rescale_factor) - mean) / std
             pixels = pixels.repeat(frames, axis=2).reshape(len(pixels), -1)
-            self._pictures.append((torch.from_numpy(pixels), torch.tensor([[1, *grid]])))
+            self._images.append((torch.from_numpy(pixels), torch.tensor([[1, *grid]])))
         found = []
-        for picture in self._pictures:
-            features = self._features(picture)
+        for image in self._images:
+            features = self._features(image)
             found.append(features[:: max(1, len(features) // 8), :8].tolist())
         return {"found": found}
 
     def encode(self, which, times):
-        """Encodes the picture of this place, from normalised patches to features."""
+        """Encodes the image of this place, from normalised patches to features."""
         begin = time.perf_counter()
         for _ in range(times):
-            self._features(self._pictures[which])
+            self._features(self._images[which])
         return {"seconds": time.perf_counter() - begin}
 
-    def _features(self, picture):
-        pixels, grid = picture
+    def _features(self, image):
+        pixels, grid = image
         with self._torch.inference_mode():
             return self._visual(pixels, grid_thw=grid).pooler_output
 

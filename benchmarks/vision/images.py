@@ -1,4 +1,4 @@
-"""Pictures to be prepared and encoded, made here from a seed: no photo lies in the repository."""
+"""Images to be prepared and encoded, made here from a seed: no photo lies in the repository."""
 
 import io
 from pathlib import Path
@@ -7,11 +7,11 @@ import numpy as np
 from PIL import Image
 
 QUALITY = 90  # of the JPEG files
-PATCH_BYTES = (3, 1, 14, 14)  # of a still picture's patch: channels, frames, rows, columns
+PATCH_BYTES = (3, 1, 14, 14)  # of a still image's patch: channels, frames, rows, columns
 
 
 def photo(width: int, height: int, seed: int) -> Image.Image:
-    """Blotches of all sizes from the whole picture down to a pixel, with less contrast the smaller they are, as in a
+    """Blotches of all sizes from the whole image down to a pixel, with less contrast the smaller they are, as in a
     photo: a JPEG file of it has some 2 bits a pixel, and no part is cheaper to decode than the rest."""
     draw = np.random.Generator(np.random.PCG64([seed, width, height]))
     total = np.zeros((height, width, 3), np.float32)

@@ -1,4 +1,4 @@
-"""Preparing pictures for a vision tower, timed the same way for everyone.
+"""Preparing images for a vision tower, timed the same way for everyone.
 
 Imports nothing of this project but worker.py: a contender may live in an environment that knows nothing of the rest.
 """
@@ -16,11 +16,11 @@ class Preparer:
 
     Args:
         about: what `describe` answers.
-        decode: a file's bytes -> a decoded picture.
-        pack: a decoded picture -> what the tower takes.
+        decode: a file's bytes -> a decoded image.
+        pack: a decoded image -> what the tower takes.
         look: what the tower takes -> ((steps, rows, columns) of patches, mean pixel of 0 to 255), to see that
             everyone has prepared the same.
-        in_thread: called in each of several threads before its first picture.
+        in_thread: called in each of several threads before its first image.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Preparer:
         return self._about
 
     def open(self, files: list[str]) -> dict[str, Any]:
-        """Reads the pictures that `prepare` is about. {"found": what `look` says of each}."""
+        """Reads the images that `prepare` is about. {"found": what `look` says of each}."""
         self._data = [Path(file).read_bytes() for file in files]
-        self._pictures = [self._decode(data) for data in self._data]
-        return {"found": [self._look(self._pack(picture)) for picture in self._pictures]}
+        self._images = [self._decode(data) for data in self._data]
+        return {"found": [self._look(self._pack(image)) for image in self._images]}
 
     def prepare(self, which: list[int], decoded: bool, threads: int) -> dict[str, float]:
-        """Prepares the pictures of these places, each by itself, from a file's bytes or from a decoded picture."""
+        """Prepares the images of these places, each by itself, from a file's bytes or from a decoded image."""
         if decoded:
-            sources, work = self._pictures, self._pack
+            sources, work = self._images, self._pack
         else:
             sources, work = self._data, lambda data: self._pack(self._decode(data))
         if threads == 1:

@@ -35,7 +35,7 @@ def verdicts(document: dict) -> list[tuple[str, bool]]:
     found = []
     for part, measured in document["parts"].items():
         if part == "gaps":
-            most, allowed = max(measured["pictures"]["gaps"]), measured["allowed"]
+            most, allowed = max(measured["images"]["gaps"]), measured["allowed"]
             found.append((f"largest gap {_ms(most)}, at most {_ms(allowed)} allowed", most <= allowed))
             continue
         ratios = {row["title"]: ratio for row in measured["rows"] if (ratio := _ratio(row)) is not None}
@@ -51,19 +51,19 @@ def line(row: dict) -> str:
     series = _series(row)
     speeds = ", ".join(f"{name} {one.per_second:.3g}" for name, one in series.items())
     ratio = _ratio(row)
-    return f"{row['title']}: {speeds} pictures/s" + ("" if ratio is None else f"; {ratio:.2f} of the fastest other")
+    return f"{row['title']}: {speeds} images/s" + ("" if ratio is None else f"; {ratio:.2f} of the fastest other")
 
 
 def gaps_line(part: dict) -> str:
     """The part in one line, for progress."""
-    plain, beside = (max(part[name]["gaps"]) for name in ("plain", "pictures"))
-    return f"largest gap {_ms(plain)}, beside pictures {_ms(beside)}; {_ms(part['allowed'])} allowed"
+    plain, beside = (max(part[name]["gaps"]) for name in ("plain", "images"))
+    return f"largest gap {_ms(plain)}, beside images {_ms(beside)}; {_ms(part['allowed'])} allowed"
 
 
 def _speeds(part: dict) -> list[str]:
     names = [about["name"] for about in part["contenders"]]
     others = [name for name in names if name != ENGINE]
-    head = ["pictures/s", *names, *(f"engine / {name}" for name in others)]
+    head = ["images/s", *names, *(f"engine / {name}" for name in others)]
     lines = [_cells(head), "|---" * len(head) + "|"]
     for row in part["rows"]:
         series = _series(row)
@@ -82,13 +82,13 @@ def _speeds(part: dict) -> list[str]:
 
 
 def _gaps(part: dict) -> list[str]:
-    plain, beside = part["plain"], part["pictures"]
+    plain, beside = part["plain"], part["images"]
     during = [gap for gap, work in zip(beside["gaps"], beside["during"], strict=True) if work]
     count = len(beside["first_token_seconds"])
     rows = {
         "plain": plain["gaps"],
-        f"{count} pictures among them": beside["gaps"],
-        "of these, while pictures were in work": during,
+        f"{count} images among them": beside["gaps"],
+        "of these, while images were in work": during,
     }
     lines = [_cells(["a stream's gaps, ms", "number", "p50", "p95", "p99", "max"]), "|---" * 6 + "|"]
     for name, gaps in rows.items():
@@ -100,12 +100,12 @@ def _gaps(part: dict) -> list[str]:
     lines += [
         "",
         f"- A plain step takes {_ms(part['step_seconds'])} (median).",
-        f"- The longest slice of the tower takes {_ms(part['slice_seconds'])} when a picture of {width} x {height} "
-        f"is alone (median of {len(alone)} pictures). Beside the stream it took {_ms(max(beside['slice_seconds']))} "
+        f"- The longest slice of the tower takes {_ms(part['slice_seconds'])} when an image of {width} x {height} "
+        f"is alone (median of {len(alone)} images). Beside the stream it took {_ms(max(beside['slice_seconds']))} "
         f"with the steps it waited for, which would allow {_ms(part['allowed_beside'])}.",
-        f"- First tokens about the pictures came {min(firsts):.1f} to {max(firsts):.1f} s after they were sent "
+        f"- First tokens about the images came {min(firsts):.1f} to {max(firsts):.1f} s after they were sent "
         f"(median {statistics.median(firsts):.1f} s), the last of their answers ended after "
-        f"{beside['pictures_seconds']:.1f} s.",
+        f"{beside['images_seconds']:.1f} s.",
         f"- {beside['compiles_after_warmup']} compilations after warm-up.",
     ]
     busiest = max(plain["others"], beside["others"])

@@ -18,11 +18,11 @@ class StepShape:
     Attributes:
         kind: decode, when every row has one token; mixed, any other step; encode, a call of the vision tower.
         size: the bucket: rows of a decode step, tokens of a mixed one, patches of a call.
-        rows: sequences that are computed, or pictures.
+        rows: sequences that are computed, or images.
         tokens: real tokens of all rows, or patches: those that are not padding.
-        context: tokens of the KV cache that are read, summed over rows, those of this step included; 0 for pictures.
+        context: tokens of the KV cache that are read, summed over rows, those of this step included; 0 for images.
         attended: query-key pairs: for each token the tokens it sees, itself included, summed. The same as context in
-            a decode step; for pictures the sum of their patches squared.
+            a decode step; for images the sum of their patches squared.
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class CostModel(Protocol):
         ...
 
     def encode_seconds(self, patches: int) -> float:
-        """Of encoding one picture of so many patches."""
+        """Of encoding one image of so many patches."""
         ...
 
 

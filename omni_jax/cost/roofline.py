@@ -96,7 +96,7 @@ class VisionSizes:
         parameters: of the tower, its merger included.
         flops_per_patch: of its matrix products, the merger's share included.
         flops_per_pair: of one layer's attention, for each pair of patches of which one sees the other.
-        full_layers: layers in which a patch sees its whole picture.
+        full_layers: layers in which a patch sees its whole image.
         window_layers: layers in which it sees `window_patches` at most.
         hidden_size: width of a patch.
         patch_pixels: of a patch, in one frame.
@@ -349,7 +349,7 @@ class Roofline:
     @property
     def _tower(self) -> VisionSizes:
         if self.sizes.vision is None:
-            raise ValueError("the model has no vision tower, so it encodes no pictures")
+            raise ValueError("the model has no vision tower, so it encodes no images")
         return self.sizes.vision
 
     def seconds(self, shape: StepShape) -> float:

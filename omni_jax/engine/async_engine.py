@@ -1,4 +1,4 @@
-"""The engine beside an event loop: threads step its data rows, coroutines read what they make."""
+"""The engine beside an event loop: threads step its replicas, coroutines read what they make."""
 
 import asyncio
 import collections
@@ -44,12 +44,12 @@ class DeltaStream:
 
 
 class AsyncEngine:
-    """An Engine in a thread of its own, or several: one a data row. All methods are called on one event loop.
+    """An Engine in a thread of its own, or several: one a replica. All methods are called on one event loop.
 
     Attributes:
         info: what it serves; known after `start`.
         tokenizer: the model's; known after `start`.
-        vision: how pictures become patches, or None for a model that reads text only; known after `start`.
+        vision: how images become patches, or None for a model that reads text only; known after `start`.
     """
 
     info: EngineInfo
@@ -119,12 +119,12 @@ class AsyncEngine:
         self._front.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Of all data rows together; any thread may call it."""
+        """Of all replicas together; any thread may call it."""
         return self._front.stats()
 
-    def row_stats(self) -> tuple[EngineStats, ...]:
-        """Of each data row; any thread may call it."""
-        return self._front.row_stats()
+    def replica_stats(self) -> tuple[EngineStats, ...]:
+        """Of each replica; any thread may call it."""
+        return self._front.replica_stats()
 
     def check_health(self) -> None:
         """Raises EngineError when a row is dead, or has made no progress for `hang_seconds` although it has work."""

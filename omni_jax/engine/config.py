@@ -30,7 +30,7 @@ class EngineConfig:
         forbid_tracing: after warm-up, anything that would trace (and so compile) in the engine's thread is an error.
         hang_seconds: a step out for longer than this makes the engine unhealthy.
         max_pixels: of an image or a frame once it is resized; bounds the encoder's executables.
-        encoder_cache_tokens: features of pictures that are kept on the device; 8,192, and never less than one picture
+        encoder_cache_tokens: features of images that are kept on the device; 8,192, and never less than one image
             needs.
         encoder_layers_per_slice: layers of the vision tower that run between two steps; 1 on a CPU, 8 on a GPU.
         scheduling_policy: "fcfs", first come first served, or "slo", by class and deadline.
@@ -221,7 +221,7 @@ class EngineInfo:
         executables: (key, seconds to trace and compile) of each.
         compile_seconds: wall time of compiling all of them.
         cache_hits: how many came from the compilation cache.
-        encoder_cache_tokens: features of pictures that the device holds; 0 for a model that reads text only.
+        encoder_cache_tokens: features of images that the device holds; 0 for a model that reads text only.
         attention: what computes it: "decode", "mixed" (steps of other rows) and "write" (of keys and values) to an
             implementation.
         attention_fallbacks: why some of it is computed by XLA where kernels were to be expected, a sentence each.

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 2  # steps in a row that may raise before the engine gives up
 LOADING = 1e-3  # seconds between two looks at the host tier, when there is nothing else to do
-PACK_PATCHES = 1024  # small pictures share a call of the vision tower up to so many patches; a larger one goes alone
+PACK_PATCHES = 1024  # small images share a call of the vision tower up to so many patches; a larger one goes alone
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -74,13 +74,13 @@ class Engine:
     Attributes:
         info: what it serves.
         tokenizer: the model's tokenizer.
-        vision: how pictures become patches, for a model that reads them; else None.
+        vision: how images become patches, for a model that reads them; else None.
         cost: what steps take on this machine, learnt from those that ran.
         recorder: what became of requests and segments.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, *, row: int = 0):
-        """`row` is which data row's devices it takes.
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, *, replica: int = 0):
+        """`replica` is which replica's devices it takes.
 
         Raises:
             whatever `load` raises; ValueError in a process that follows another.
@@ -90,7 +90,7 @@ class Engine:
                 f"process {config.process_id} follows process 0, which alone has an engine: call "
                 "omni_jax.engine.follower.follow in it, or start `omni-jax serve` with the same flags"
             )
-        loaded = load(config, progress, row)
+        loaded = load(config, progress, replica)
         self.config, self.info, self.tokenizer = config, loaded.info, loaded.tokenizer
         self.vision = loaded.vision
         self._runner, self._encoder, self._channel = loaded.runner, loaded.runner.encoder, loaded.channel
@@ -115,7 +115,7 @@ class Engine:
             if config.enable_adaptive_compression
             else None
         )
-        self._tier = open_tier(config, self.info, self._runner.block_bytes, row)
+        self._tier = open_tier(config, self.info, self._runner.block_bytes, replica)
         self._blocks = Blocks(
             self._pool,
             prefix_caching=config.enable_prefix_caching,
@@ -177,7 +177,7 @@ class Engine:
         if self._features is not None and self.vision is not None:
             check_media(request, self.vision, self._features)
         elif request.media:
-            raise InvalidRequest("this model reads text only, and the request has pictures", param="messages")
+            raise InvalidRequest("this model reads text only, and the request has images", param="messages")
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -531,7 +531,7 @@ class Engine:
 
 
 def check_media(request: Request, vision: VisionInputs, features: Features) -> None:
-    """Raises InvalidRequest when pictures and placeholders of a request do not belong together, or one of them can
+    """Raises InvalidRequest when images and placeholders of a request do not belong together, or one of them can
     never be encoded."""
     placeholders = {vision.config.image_token_id: "image", vision.config.video_token_id: "video"}
     at = 0
@@ -550,13 +550,13 @@ def check_media(request: Request, vision: VisionInputs, features: Features) -> N
         at = span.stop
         if not features.cache.fits(span.length):
             raise InvalidRequest(
-                f"a picture of {span.length} tokens is larger than the encoder cache, which holds "
+                f"an image of {span.length} tokens is larger than the encoder cache, which holds "
                 f"{features.cache.capacity}: send a smaller one, or raise --encoder-cache-tokens",
                 param="messages",
             )
         if span.num_patches > features.most_patches:
             raise InvalidRequest(
-                f"a picture of {span.num_patches} patches is larger than this server encodes, which is "
+                f"an image of {span.num_patches} patches is larger than this server encodes, which is "
                 f"{features.most_patches}: send a smaller one, or raise --max-pixels",
                 param="messages",
             )

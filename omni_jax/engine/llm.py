@@ -11,7 +11,7 @@ from typing import Any, cast
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.loading import Progress
-from omni_jax.engine.replicas import Rows
+from omni_jax.engine.replicas import Replicas
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, modalities_of, pack_part
@@ -67,7 +67,7 @@ class LLM:
 
     def __init__(self, model_dir: Path | str, *, progress: Progress | None = None, **options: Any):
         config = EngineConfig(model_dir=model_dir, **options)
-        self.engine = (Engine if config.data_parallel_size == 1 else Rows)(config, progress)
+        self.engine = (Engine if config.data_parallel_size == 1 else Replicas)(config, progress)
         self._rows = config.data_parallel_size
         self.info, self.tokenizer = self.engine.info, self.engine.tokenizer
         self._names = itertools.count()
@@ -108,8 +108,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers conversations through the model's chat template; `template` goes to Tokenizer.render_chat.
 
-        Parts of a message may be pictures, {"type": "image", "image": ...} with a Pillow image, an array, a file's
-        bytes or its path, and film, {"type": "video", "video": ...} with a file's bytes, its path or a list of frames.
+        Parts of a message may be images, {"type": "image", "image": ...} with a Pillow image, an array, a file's
+        bytes or its path, and video, {"type": "video", "video": ...} with a file's bytes, its path or a list of frames.
         """
         many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
         prompts = [self._rendered(m, template) for m in cast(Sequence[Messages], many)]

@@ -27,7 +27,7 @@ from omni_jax.models.axis import MODEL
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
 from omni_jax.runtime.executables import Job, compile_all
 from omni_jax.runtime.processes import Follower, Front, Group, join, meet
-from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, part_of, rows_of, sharding_of
+from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, part_of, replica_meshes, sharding_of
 from omni_jax.runtime.state import block_bytes, round_pages
 from omni_jax.scheduling import default_buckets, patch_buckets
 
@@ -55,8 +55,8 @@ class Loaded:
     channel: Front | Follower | None = None
 
 
-def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -> Loaded:
-    """Loads, sizes and compiles, on the devices of a data row.
+def load(config: EngineConfig, progress: Progress | None = None, replica: int = 0) -> Loaded:
+    """Loads, sizes and compiles, on the devices of a replica.
 
     Raises:
         CheckpointError, UnsupportedModel: the directory is not usable.
@@ -67,7 +67,7 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
     compat.count_compilations()
     channel = _join(config)
     whole = make_mesh(jax.devices(), data=config.data_parallel_size, model=config.tensor_parallel_size)
-    mesh = rows_of(whole)[row]
+    mesh = replica_meshes(whole)[replica]
     if channel is not None and mesh.size != len(jax.devices()):
         raise ValueError(
             f"{config.num_processes} processes have {len(jax.devices())} devices, and all of them share the model: "
@@ -78,7 +78,7 @@ def load(config: EngineConfig, progress: Progress | None = None, row: int = 0) -
     tokenizer = Tokenizer.from_directory(Path(config.model_dir), chat_template=config.chat_template)
     vision = _vision(config, model_config(checkpoint.config).vision)
     if vision is not None and channel is not None:
-        raise ValueError("models that read pictures run in one process only: leave out --num-processes")
+        raise ValueError("models that read images run in one process only: leave out --num-processes")
     dtype = _dtype(config.dtype, model_config(checkpoint.config).dtype)
     model, weights = load_weights(
         checkpoint,
@@ -220,7 +220,7 @@ def _agree(proposals: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _vision(config: EngineConfig, model: VisionConfig | None) -> VisionInputs | None:
-    """How pictures become patches, for a model that reads them."""
+    """How images become patches, for a model that reads them."""
     if model is None:
         return None
     settings = VisionSettings.from_directory(Path(config.model_dir), max_pixels=config.max_pixels)
@@ -362,7 +362,7 @@ def _needs(runner: Runner) -> dict[str, int]:
         "results of two steps": 2 * max(each.output_size_in_bytes - each.alias_size_in_bytes for each in analyses),
     }
     if runner.encoder is not None:
-        needs["features of pictures"] = bytes_per_device(runner.encoder.abstract_features)
+        needs["features of images"] = bytes_per_device(runner.encoder.abstract_features)
     return needs
 
 

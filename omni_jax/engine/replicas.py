@@ -1,8 +1,8 @@
-"""The data rows of an engine: each an Engine in a thread of its own, all behind one front.
+"""The replicas of an engine: each is an Engine in its own thread, and one front hands requests to them.
 
-A request goes to one row and stays there. Which one, a router says: the row that served the longest of its beginnings
-last, unless that has too much to do, and else the row that has least. Rows share nothing: a row has its own devices,
-weights, pool and scheduler.
+A request goes to one replica and stays there. The router picks the replica that last served the longest prefix of the
+prompt, unless that replica has too much to do; otherwise it picks the least loaded one. Replicas share nothing: each has
+its own devices, weights, pool and scheduler.
 """
 
 import collections
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 Order = Callable[[Engine], list[Delta]]
 
-OUTPUT = 256  # tokens that a continuation is taken to become at most, when rows are compared
+OUTPUT = 256  # tokens that a continuation is taken to become at most, when replicas are compared
 
 
-class Row:
-    """One data row: an Engine that steps in a thread of its own.
+class Replica:
+    """One replica: an Engine that steps in a thread of its own.
 
     Attributes:
-        index: which row it is.
+        index: which replica it is.
         ready: done when the engine can take requests; has whatever loading raised.
         engine: there from then on.
         dead: why the engine has stopped; None as long as it goes on.
@@ -50,9 +50,9 @@ class Row:
         progress: Progress | None,
         *,
         post: Callable[[list[Delta]], None],
-        died: Callable[["Row", str], None],
+        died: Callable[["Replica", str], None],
     ):
-        """`post` is called in the row's thread with what became visible, `died` there when the engine has failed."""
+        """The replica's thread calls `post` with new deltas, and `died` when its engine has failed."""
         self.index, self.engine, self.dead = index, None, None
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._config, self._progress, self._post, self._died = config, progress, post, died
@@ -66,7 +66,7 @@ class Row:
     dead: str | None
 
     def start(self) -> None:
-        """Loads and compiles, in the row's thread."""
+        """Loads and compiles, in the replica's thread."""
         self._thread.start()
 
     def alive(self) -> Engine:
@@ -83,7 +83,7 @@ class Row:
         return self.engine
 
     def order(self, order: Order) -> None:
-        """Has something done between two steps, in the row's thread."""
+        """Has something done between two steps, in the replica's thread."""
         self._orders.append(order)
         self._wake.set()
 
@@ -117,11 +117,11 @@ class Row:
             deltas += self._orders.popleft()(self.engine)
         return deltas + self.engine.fail("the engine failed while it computed this request")
 
-    # -- in the row's thread ------------------------------------------------------------------------------------------
+    # -- in the replica's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            engine = Engine(self._config, self._progress, row=self.index)
+            engine = Engine(self._config, self._progress, replica=self.index)
         except Exception as error:  # noqa: BLE001  handed to whoever waits for `ready`
             if self.ready.set_running_or_notify_cancel():
                 self.ready.set_exception(error)
@@ -155,26 +155,27 @@ class Row:
 
 @dataclasses.dataclass(kw_only=True)
 class _Live:
-    """A request that a row has.
+    """A request that a replica has.
 
     Attributes:
         load: tokens of its prompt, and those its continuations are taken to become.
         unfinished: continuations that have not ended.
     """
 
-    row: Row
+    replica: Replica
     load: int
     unfinished: int
 
 
 class Front:
-    """Hands requests to rows, and out what comes of them. Used in one thread, but for `cut`, `stats` and `row_stats`.
+    """Hands requests to replicas and returns their deltas. One thread uses it; any may call `cut`, `stats` and
+    `replica_stats`.
 
     Args:
-        config: of all rows.
+        config: of all replicas.
         call: has a function called in the front's thread, soon; called by any thread.
         deliver: is given what became visible, in the front's thread.
-        progress: of the first row's loading; the others do the same at the same time.
+        progress: of the first replica's loading; the others do the same at the same time.
     """
 
     def __init__(
@@ -185,61 +186,61 @@ class Front:
         progress: Progress | None = None,
     ):
         self._config, self._call, self._deliver = config, call, deliver
-        self.rows = tuple(
-            Row(index, config, None if index else progress, post=self._post, died=self._died)
+        self.replicas = tuple(
+            Replica(index, config, None if index else progress, post=self._post, died=self._died)
             for index in range(config.data_parallel_size)
         )
         self._live: dict[str, _Live] = {}
-        self._loads = dict.fromkeys(self.rows, 0)
+        self._loads = dict.fromkeys(self.replicas, 0)
         self._router: Router = LeastLoaded()
         self._random = random.Random(config.seed)
 
     def start(self) -> tuple[concurrent.futures.Future, ...]:
-        """Has all rows load; `started` is to be called when all of what this returns is done."""
-        for row in self.rows:
-            row.start()
-        return tuple(row.ready for row in self.rows)
+        """Has all replicas load; `started` is to be called when all of what this returns is done."""
+        for replica in self.replicas:
+            replica.start()
+        return tuple(replica.ready for replica in self.replicas)
 
     def started(self) -> None:
-        """All rows are ready."""
-        for row in self.rows:
-            row.alive().count_compilations_from_now()
+        """All replicas are ready."""
+        for replica in self.replicas:
+            replica.alive().count_compilations_from_now()
         self._router = self._make_router()
 
     @property
     def engine(self) -> Engine:
         """Which tells what all are: info, tokenizer, vision. It is that whose cache holds the shortest sequence, if
-        rows found different room for it: what it can run, all can."""
-        return min((row.alive() for row in self._going()), key=lambda engine: engine.info.max_model_len)
+        replicas found different room for it: what it can run, all can."""
+        return min((replica.alive() for replica in self._going()), key=lambda engine: engine.info.max_model_len)
 
     @property
     def recorder(self) -> Recorder:
-        """What became of requests and segments: the only row's, or a copy of what all have written down."""
-        recorders = [row.engine.recorder for row in self.rows if row.engine is not None]
+        """What became of requests and segments: the only replica's, or a copy of what all have written down."""
+        recorders = [replica.engine.recorder for replica in self.replicas if replica.engine is not None]
         return recorders[0] if len(recorders) == 1 else Recorder.merged(recorders)
 
     @property
     def num_waiting(self) -> int:
-        return sum(row.num_waiting for row in self.rows if row.dead is None)
+        return sum(replica.num_waiting for replica in self.replicas if replica.dead is None)
 
     def submit(self, request: Request) -> None:
-        """Hands a request to a row.
+        """Hands a request to a replica.
 
         Raises:
             InvalidRequest: it can never run.
-            EngineError: all rows have stopped.
+            EngineError: all replicas have stopped.
         """
-        rows = self._going()
+        replicas = self._going()
         self.engine.check(request)
         params = request.params
-        if params.seed is None:  # here, so that it does not depend on the row
+        if params.seed is None:  # here, so that it does not depend on the replica
             params = dataclasses.replace(params, seed=self._random.getrandbits(63))
             request = dataclasses.replace(request, params=params)
-        row = rows[self._router.route(request, [self._loads[row] for row in rows])]
+        replica = replicas[self._router.route(request, [self._loads[replica] for replica in replicas])]
         output = OUTPUT if params.max_tokens is None else min(params.max_tokens, OUTPUT)
         load = len(request.prompt_ids) + params.n * output
-        self._live[request.id] = _Live(row=row, load=load, unfinished=params.n)
-        self._loads[row] += load
+        self._live[request.id] = _Live(replica=replica, load=load, unfinished=params.n)
+        self._loads[replica] += load
 
         def add(engine: Engine) -> list[Delta]:
             try:
@@ -251,12 +252,12 @@ class Front:
                 ]
             return []
 
-        row.order(add)
+        replica.order(add)
 
     def abort(self, request_id: str) -> None:
         """Ends a request: nothing of it runs in the step after next. Unknown and ended ids are no error."""
-        if (live := self._live.get(request_id)) is not None and live.row.dead is None:
-            live.row.order(lambda engine: engine.abort(request_id))
+        if (live := self._live.get(request_id)) is not None and live.replica.dead is None:
+            live.replica.order(lambda engine: engine.abort(request_id))
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks, before the next steps; what runs goes on."""
@@ -265,8 +266,8 @@ class Front:
             engine.reset_prefix_cache()
             return []
 
-        for row in self._going():
-            row.order(forget)
+        for replica in self._going():
+            replica.order(forget)
         self._router = self._make_router()
 
     def cut(
@@ -275,40 +276,40 @@ class Front:
         """See Engine.cut."""
         return self.engine.cut(ids, media, policy)
 
-    def row_stats(self) -> tuple[EngineStats, ...]:
-        """Of each row."""
-        return tuple(row.engine.stats() if row.engine else EngineStats() for row in self.rows)
+    def replica_stats(self) -> tuple[EngineStats, ...]:
+        """Of each replica."""
+        return tuple(replica.engine.stats() if replica.engine else EngineStats() for replica in self.replicas)
 
     def stats(self) -> EngineStats:
-        """Of all rows together."""
-        return total(self.row_stats())
+        """Of all replicas together."""
+        return total(self.replica_stats())
 
     def check_health(self) -> None:
-        """Raises EngineError when a row has stopped or hangs. (The others go on and take what comes.)"""
-        for row in self.rows:
+        """Raises EngineError when a replica has stopped or hangs. (The others go on and take what comes.)"""
+        for replica in self.replicas:
             try:
-                row.check_health()
+                replica.check_health()
             except EngineError as error:
-                if len(self.rows) == 1:
+                if len(self.replicas) == 1:
                     raise
-                raise EngineError(f"data row {row.index}: {error}") from error
+                raise EngineError(f"replica {replica.index}: {error}") from error
 
     def stop(self) -> None:
-        """Has all rows end; see `join`."""
-        for row in self.rows:
-            row.stop()
+        """Has all replicas end; see `join`."""
+        for replica in self.replicas:
+            replica.stop()
 
     def join(self) -> None:
-        """Waits until the rows' threads have ended."""
-        for row in self.rows:
-            row.join()
+        """Waits until the replicas' threads have ended."""
+        for replica in self.replicas:
+            replica.join()
 
-    def _going(self) -> list[Row]:
-        """The rows that have not stopped, one at least."""
-        rows = [row for row in self.rows if row.dead is None]
-        if not rows:
-            self.rows[0].alive()
-        return rows
+    def _going(self) -> list[Replica]:
+        """The replicas that have not stopped, one at least."""
+        replicas = [replica for replica in self.replicas if replica.dead is None]
+        if not replicas:
+            self.replicas[0].alive()
+        return replicas
 
     def _make_router(self) -> Router:
         if len(self._going()) == 1 or not self._config.enable_prefix_caching:
@@ -318,8 +319,8 @@ class Front:
     def _post(self, deltas: list[Delta]) -> None:
         self._call(lambda: self._take(deltas))
 
-    def _died(self, row: Row, reason: str) -> None:
-        self._call(lambda: self._bury(row, reason))
+    def _died(self, replica: Replica, reason: str) -> None:
+        self._call(lambda: self._bury(replica, reason))
 
     def _take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -327,19 +328,19 @@ class Front:
             if live is not None and delta.finish_reason is not None:
                 live.unfinished -= 1
                 if not live.unfinished:
-                    self._loads[live.row] -= live.load
+                    self._loads[live.replica] -= live.load
                     del self._live[delta.request_id]
         self._deliver(deltas)
 
-    def _bury(self, row: Row, reason: str) -> None:
-        deltas = row.bury(reason)
-        if any(other.dead is None for other in self.rows):
-            self._router = self._make_router()  # it counts rows that go on
+    def _bury(self, replica: Replica, reason: str) -> None:
+        deltas = replica.bury(reason)
+        if any(other.dead is None for other in self.replicas):
+            self._router = self._make_router()  # it counts replicas that go on
         self._take(deltas)
 
 
-class Rows:
-    """Several data rows with an Engine's face, for one calling thread: what LLM steps."""
+class Replicas:
+    """Several replicas with an Engine's face, for one calling thread: what LLM steps."""
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None):
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -371,15 +372,15 @@ class Rows:
         """Waits until something becomes visible, and hands it out.
 
         Raises:
-            EngineError: a row has stopped. Its requests are lost, and whoever asked for many would not see which.
+            EngineError: a replica has stopped. Its requests are lost, and whoever asked for many would not see which.
         """
         self._calls.get()()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._calls.get_nowait()()
-        for row in self._front.rows:
-            if row.dead is not None:
-                raise EngineError(f"data row {row.index}: {row.dead}")
+        for replica in self._front.replicas:
+            if replica.dead is not None:
+                raise EngineError(f"replica {replica.index}: {replica.dead}")
         deltas = self._deltas[:]
         self._deltas.clear()
         return deltas
@@ -388,11 +389,11 @@ class Rows:
         """See Front.stats."""
         return self._front.stats()
 
-    def row_stats(self) -> tuple[EngineStats, ...]:
-        """See Front.row_stats."""
-        return self._front.row_stats()
+    def replica_stats(self) -> tuple[EngineStats, ...]:
+        """See Front.replica_stats."""
+        return self._front.replica_stats()
 
     def close(self) -> None:
-        """Ends the rows' threads."""
+        """Ends the replicas' threads."""
         self._front.stop()
         self._front.join()

@@ -33,10 +33,10 @@ class EngineStats:
         encoder_patches: counter, patches the calls were asked for.
         encoder_padded_patches: counter, patches the calls were padded with to reach a bucket.
         encoder_slice_seconds: seconds of the tower's latest 1,024 slices, waiting for the step before included.
-        encoder_cache_queries: counter, times features of a picture were needed.
+        encoder_cache_queries: counter, times features of an image were needed.
         encoder_cache_hits: counter, times they were there or being computed already.
         encoder_cache_usage: gauge in [0, 1], share of the feature array that is held.
-        mm_items: counter by modality, pictures and videos of requests that were queued.
+        mm_items: counter by modality, images and videos of requests that were queued.
         prefix_queries: counter by modality, prompt tokens that were looked up in the prefix cache.
         prefix_hits: counter by modality, those of them that were there and were not computed again.
         pool: how the blocks are used; None before the start.
@@ -89,7 +89,7 @@ _OF_THE_PROCESS = ("compiles_after_warmup", "block_size")  # the same for all ro
 
 
 def total(rows: Sequence[EngineStats]) -> EngineStats:
-    """What data rows count together. Of the latest steps those of all rows, one row after another."""
+    """What replicas count together. Of the latest steps those of all rows, one row after another."""
     return rows[0] if len(rows) == 1 else _total(rows)
 
 

@@ -17,13 +17,13 @@ GIB = 1 << 30
 logger = logging.getLogger(__name__)
 
 
-def open_tier(config: EngineConfig, info: EngineInfo, block_bytes: int, row: int = 0) -> HostTier | None:
-    """The host tier of a data row that the settings ask for, if any."""
+def open_tier(config: EngineConfig, info: EngineInfo, block_bytes: int, replica: int = 0) -> HostTier | None:
+    """The host tier of a replica that the settings ask for, if any."""
     if not config.swap_space or config.preemption_mode == "recompute":
         return None
     directory = None if config.swap_dir is None else Path(config.swap_dir)
     if directory is not None and config.data_parallel_size > 1:
-        directory /= f"row-{row}"
+        directory /= f"replica-{replica}"
     depends_on = (
         *(info.model_dir, info.architecture, info.dtype, config.kv_cache_dtype, info.block_size, block_bytes),
         config.tensor_parallel_size,  # devices' parts lie one after another

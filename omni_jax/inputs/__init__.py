@@ -1,4 +1,4 @@
-"""What a person sends -> tokens, pictures, positions: tokenizer, chat templates, media; and text coming back a token at
+"""What a person sends -> tokens, images, positions: tokenizer, chat templates, media; and text coming back a token at
 a time."""
 
 from omni_jax.inputs.chat import MediaPart, media_parts

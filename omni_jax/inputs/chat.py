@@ -1,5 +1,5 @@
 """OpenAI messages -> the one shape a chat template is given, whichever of the allowed ones a client chose; and the
-pictures and films among their parts. No I/O."""
+images and videos among their parts. No I/O."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def map_strings(value: Any, change: Callable[[str], str], *, param: str | None =
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MediaPart:
-    """A picture or film in a message, as it was given: nothing is fetched or opened yet.
+    """An image or video in a message, as it was given: nothing is fetched or opened yet.
 
     Attributes:
         modality: "image" or "video".
@@ -75,7 +75,7 @@ _MEDIA_PARTS: dict[str, tuple[MediaModality, bool]] = {
     "video_url": ("video", True),
     "video": ("video", False),
 }
-# Who may show something. A system prompt or an answer with pictures is not what these models were trained on, and
+# Who may show something. A system prompt or an answer with images is not what these models were trained on, and
 # OpenAI's API has them in user messages; a tool may bring one (a screenshot, a page).
 _MEDIA_ROLES = ("user", "tool")
 
@@ -109,7 +109,7 @@ def normal_messages(
 def media_parts(
     messages: Sequence[Mapping[str, Any]], *, modalities: Collection[MediaModality] = ("image", "video")
 ) -> list[MediaPart]:
-    """The pictures and films of a conversation, in the order of its parts, which is that of the template's slots.
+    """The images and videos of a conversation, in the order of its parts, which is that of the template's slots.
 
     Args:
         modalities: what the model reads besides text.
@@ -173,7 +173,7 @@ def _part(part: Any, where: str, role: Any, modalities: Collection[MediaModality
         )
     if role not in _MEDIA_ROLES:
         raise _invalid(
-            f"{where} is a part of type {kind!r} in a message with the role {_short(role)}; pictures and film may "
+            f"{where} is a part of type {kind!r} in a message with the role {_short(role)}; images and video may "
             f"stand in messages with the role {' or '.join(_MEDIA_ROLES)}"
         )
     options = part.get("mm_processor_kwargs")

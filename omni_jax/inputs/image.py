@@ -1,8 +1,8 @@
-"""Pictures, from a file's bytes to the patches of the vision tower.
+"""Images, from a file's bytes to the patches of the vision tower.
 
 Sizes and arithmetic are those of transformers' PIL image processor for Qwen2-VL (`Qwen2VLImageProcessorPil`), which
 works without torch. Two things are left out of it on purpose: patches stay uint8, because rescaling and normalising is
-the device's work and a fourth of the bytes travel there, and a still picture is kept once, not once for each frame of
+the device's work and a fourth of the bytes travel there, and a still image is kept once, not once for each frame of
 a temporal patch.
 """
 
@@ -29,7 +29,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from omni_jax.requests import InvalidRequest, MediaModality
 
 DEFAULT_MAX_PIXELS = 1_003_520  # 1,280 tokens of 28 x 28 pixels
-MAX_SOURCE_PIXELS = 2**25  # of a picture or a frame before it is resized; decoded, that is 100 MB
+MAX_SOURCE_PIXELS = 2**25  # of an image or a frame before it is resized; decoded, that is 100 MB
 MAX_ASPECT_RATIO = 200  # smart_resize's own bound
 
 # What Pillow may take the bytes for. EPS would start Ghostscript, and rare formats are rarely tested decoders.
@@ -44,7 +44,7 @@ _TOO_LARGE = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 _MAX_TEXT_CHUNKS = 8  # compressed texts in a PNG, each of which Pillow lets grow to 1 MB
 
-# What Image.transpose does to make the picture stand upright, by EXIF orientation.
+# What Image.transpose does to make the image stand upright, by EXIF orientation.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -59,16 +59,16 @@ _ORIENTATION = 0x0112
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionSettings:
-    """How pictures and film are resized and cut: a checkpoint's preprocessing, within this server's bounds.
+    """How images and video are resized and cut: a checkpoint's preprocessing, within this server's bounds.
 
     Attributes:
         patch_size: side of a patch in pixels.
         temporal_patch_size: frames of a patch.
         merge_size: patches of a token's side.
-        min_pixels, max_pixels: of a picture after it is resized.
+        min_pixels, max_pixels: of an image after it is resized.
         video_min_pixels, video_max_pixels: of a frame.
-        fps: frames taken of a second of film, unless the request says otherwise.
-        min_frames, max_frames: frames taken of a film.
+        fps: frames taken of a second of video, unless the request says otherwise.
+        min_frames, max_frames: frames taken of a video.
         mean, std: by colour, subtracted from and dividing pixel * rescale_factor. The device does it.
         resample: Pillow's filter.
     """
@@ -90,19 +90,19 @@ class VisionSettings:
 
     @property
     def factor(self) -> int:
-        """Side of a token in pixels; sides of resized pictures are multiples of it."""
+        """Side of a token in pixels; sides of resized images are multiples of it."""
         return self.patch_size * self.merge_size
 
     @classmethod
     def from_directory(cls, path: str | Path, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> "VisionSettings":
         """Reads a checkpoint's preprocessing from the files transformers would read it from.
 
-        These are processor_config.json (transformers 5, nested), else preprocessor_config.json; for film also
-        video_preprocessor_config.json, without which film goes by preprocessor_config.json.
+        These are processor_config.json (transformers 5, nested), else preprocessor_config.json; for video also
+        video_preprocessor_config.json, without which video goes by preprocessor_config.json.
 
         Args:
             path: a model directory.
-            max_pixels: this server's bound on a resized picture or frame, where the checkpoint's is larger.
+            max_pixels: this server's bound on a resized image or frame, where the checkpoint's is larger.
 
         Raises:
             FileNotFoundError: there is none of these files.
@@ -113,14 +113,15 @@ class VisionSettings:
         image = nested.get("image_processor") or _read_json(path / "preprocessor_config.json")
         if image is None:
             raise FileNotFoundError(
-                f"no preprocessor_config.json in {path}; a model that reads pictures needs one to resize them by"
+                f"no preprocessor_config.json in {path}; a model that reads images needs one to resize them by"
             )
         video = nested.get("video_processor") or _read_json(path / "video_preprocessor_config.json") or image
-        processor, film = _processor(image, path), _processor(video, path, video=True)
+        processor, video_processor = _processor(image, path), _processor(video, path, video=True)
         for name in ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor"):
-            if getattr(processor, name) != getattr(film, name):
+            if getattr(processor, name) != getattr(video_processor, name):
                 raise ValueError(
-                    f"{name} is {getattr(processor, name)} for pictures and {getattr(film, name)} for film in {path}; "
+                    f"{name} is {getattr(processor, name)} for images and {getattr(video_processor, name)} for video "
+                    f"in {path}; "
                     "they go through one tower, so they must agree"
                 )
         settings = cls(
@@ -129,8 +130,8 @@ class VisionSettings:
             merge_size=processor.merge_size,
             min_pixels=processor.size.shortest_edge,
             max_pixels=min(processor.size.longest_edge, max_pixels),
-            video_min_pixels=min(film.size.shortest_edge, max_pixels),
-            video_max_pixels=min(film.size.longest_edge, max_pixels),
+            video_min_pixels=min(video_processor.size.shortest_edge, max_pixels),
+            video_max_pixels=min(video_processor.size.longest_edge, max_pixels),
             fps=float(video.get("fps") or 2.0),
             min_frames=video.get("min_frames") or 4,
             max_frames=video.get("max_frames") or 768,
@@ -142,7 +143,7 @@ class VisionSettings:
         if settings.max_pixels < max(settings.min_pixels, settings.factor**2):
             raise ValueError(
                 f"max_pixels is {max_pixels}, less than the {max(settings.min_pixels, settings.factor**2)} pixels "
-                f"the checkpoint in {path} makes of the smallest picture"
+                f"the checkpoint in {path} makes of the smallest image"
             )
         return settings
 
@@ -155,15 +156,15 @@ class VisionSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MediaItem:
-    """A picture or a film, ready for the tower.
+    """An image or a video, ready for the tower.
 
     Attributes:
         modality: "image" or "video".
         key: digest of everything its features and positions depend on.
         grid: (temporal steps, rows, columns) of patches.
         patches: uint8 [steps * rows * columns, channels, frames, patch_size, patch_size], step after step, merge block
-            after merge block, row by row in each. One frame for a picture, else temporal_patch_size of them.
-        seconds_per_grid: from one temporal step to the next; None for a picture.
+            after merge block, row by row in each. One frame for an image, else temporal_patch_size of them.
+        seconds_per_grid: from one temporal step to the next; None for an image.
         num_tokens: placeholders it takes in a prompt.
     """
 
@@ -199,36 +200,36 @@ class MediaItem:
 
 
 def open_image(data: bytes, *, max_source_pixels: int = MAX_SOURCE_PIXELS) -> Image.Image:
-    """Decodes a picture; the first frame of an animated one. Its size is checked in the header before any pixel is
+    """Decodes an image; the first frame of an animated one. Its size is checked in the header before any pixel is
     decoded, and its format is what the bytes are, whatever they were called.
 
     Raises:
-        InvalidRequest: no picture, one that is damaged or cut short, or too large. The message is about "the picture"
+        InvalidRequest: no image, one that is damaged or cut short, or too large. The message is about "the image"
             and names no part: the caller knows which it was.
     """
     if not data:
-        raise _invalid("the picture is empty: 0 bytes")
+        raise _invalid("the image is empty: 0 bytes")
     try:
         _check_png_texts(data)
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except _TOO_LARGE as error:
-        raise _invalid(f"the picture has too many pixels, at most {max_source_pixels:,} are decoded: {error}") from None
+        raise _invalid(f"the image has too many pixels, at most {max_source_pixels:,} are decoded: {error}") from None
     except PIL.UnidentifiedImageError:
-        raise _invalid(f"the {len(data):,} bytes are no picture in a known format ({', '.join(FORMATS)})") from None
+        raise _invalid(f"the {len(data):,} bytes are no image in a known format ({', '.join(FORMATS)})") from None
     except _DAMAGED as error:
-        raise _invalid(f"the picture is damaged: {_first_line(error)}") from error
-    check_pixels(image.width, image.height, "the picture", max_source_pixels)
+        raise _invalid(f"the image is damaged: {_first_line(error)}") from error
+    check_pixels(image.width, image.height, "the image", max_source_pixels)
     try:
         image.load()
     except _TOO_LARGE as error:
-        raise _invalid(f"the picture has too many pixels, at most {max_source_pixels:,} are decoded: {error}") from None
+        raise _invalid(f"the image has too many pixels, at most {max_source_pixels:,} are decoded: {error}") from None
     except _DAMAGED as error:
-        raise _invalid(f"the picture is damaged or cut short: {_first_line(error)}") from error
+        raise _invalid(f"the image is damaged or cut short: {_first_line(error)}") from error
     return image
 
 
 def check_pixels(width: int, height: int, what: str, most: int) -> None:
-    """Raises InvalidRequest for a picture or frame without pixels, or with more than `most`."""
+    """Raises InvalidRequest for an image or frame without pixels, or with more than `most`."""
     if width < 1 or height < 1:
         raise _invalid(f"{what} has no pixels: it is {width} x {height}")
     if width * height > most:
@@ -238,7 +239,7 @@ def check_pixels(width: int, height: int, what: str, most: int) -> None:
 
 
 def as_image(source: bytes | Image.Image | np.ndarray) -> Image.Image:
-    """A picture from what a program holds one in: a file's bytes, a Pillow image, or an array.
+    """An image from what a program holds one in: a file's bytes, a Pillow image, or an array.
 
     Args:
         source: an array is uint8, [height, width] or [height, width, channels] with 1, 3 or 4 channels.
@@ -251,30 +252,30 @@ def as_image(source: bytes | Image.Image | np.ndarray) -> Image.Image:
     if isinstance(source, bytes | bytearray | memoryview):
         return open_image(bytes(source))
     if not isinstance(source, np.ndarray):
-        raise _invalid(f"a picture must be a Pillow image, an array or bytes, got {type(source).__name__}")
+        raise _invalid(f"an image must be a Pillow image, an array or bytes, got {type(source).__name__}")
     if source.dtype != np.uint8 or source.ndim not in (2, 3) or (source.ndim == 3 and source.shape[2] not in (1, 3, 4)):
         raise _invalid(
-            f"a picture as an array must be uint8 [height, width] or [height, width, 1, 3 or 4], "
+            f"an image as an array must be uint8 [height, width] or [height, width, 1, 3 or 4], "
             f"got {source.dtype} {list(source.shape)}"
         )
     return Image.fromarray(np.ascontiguousarray(source[..., 0] if source.shape[2:] == (1,) else source))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture as a person sees it: upright by its EXIF orientation, transparency on white, 8 bits of red, green and
+    """The image as a person sees it: upright by its EXIF orientation, transparency on white, 8 bits of red, green and
     blue. 16 bits of grey lose the lower 8. Leaves the given one as it was; doing it twice changes nothing more.
 
     Raises InvalidRequest for a mode that has no colours to show (floating point).
     """
     if not image.width or not image.height:
-        raise _invalid(f"the picture has no pixels: it is {image.width} x {image.height}")
+        raise _invalid(f"the image has no pixels: it is {image.width} x {image.height}")
     turn = _UPRIGHT.get(_orientation(image))
     if turn is None and image.mode == "RGB" and "transparency" not in image.info:
         return image
     try:
         result = _on_white(image)
     except _DAMAGED as error:
-        raise _invalid(f"a picture of mode {image.mode} cannot be shown in RGB: {_first_line(error)}") from error
+        raise _invalid(f"an image of mode {image.mode} cannot be shown in RGB: {_first_line(error)}") from error
     if turn is not None:
         result = result.transpose(turn)
     result.info = {}  # the orientation was in there, and is done
@@ -309,11 +310,11 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def resized_size(
-    height: int, width: int, factor: int, *, min_pixels: int, max_pixels: int, most: int, what: str = "the picture"
+    height: int, width: int, factor: int, *, min_pixels: int, max_pixels: int, most: int, what: str = "the image"
 ) -> tuple[int, int]:
     """(height, width) after resizing: multiples of `factor`, close to the aspect ratio, between the two bounds.
 
-    It is transformers' smart_resize. That may round beyond max_pixels, where min_pixels is close to it or the picture
+    It is transformers' smart_resize. That may round beyond max_pixels, where min_pixels is close to it or the image
     is a narrow strip; `most`, which compiled sizes rest on, is never passed: min_pixels gives way first.
 
     Raises InvalidRequest where no such size exists.
@@ -352,7 +353,7 @@ def pixel_bounds(min_pixels: int | None, max_pixels: int | None, *, least: int, 
 def pack_image(
     image: Image.Image, settings: VisionSettings, *, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> MediaItem:
-    """Resizes a picture and cuts it into patches.
+    """Resizes an image and cuts it into patches.
 
     Args:
         image: of any mode; see to_rgb.
@@ -397,7 +398,7 @@ def _check_png_texts(data: bytes) -> None:
         texts += kind in (b"zTXt", b"iTXt", b"iCCP")
         place += 12 + length
     if texts > _MAX_TEXT_CHUNKS:
-        raise _invalid(f"the picture has {texts} compressed texts in it, at most {_MAX_TEXT_CHUNKS} are read")
+        raise _invalid(f"the image has {texts} compressed texts in it, at most {_MAX_TEXT_CHUNKS} are read")
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

@@ -1,10 +1,10 @@
-"""Rotary positions of a prompt with pictures and film (M-RoPE): time, height and width of every token.
+"""Rotary positions of a prompt with images and video (M-RoPE): time, height and width of every token.
 
-Text counts up on all three axes. A picture or film begins at the position the next text token would have had, and
+Text counts up on all three axes. An image or video begins at the position the next text token would have had, and
 counts its temporal steps, rows and columns from there; the text behind it goes on after the largest of all these
 positions (Qwen2-VL, arXiv 2409.12191, section 2.1). transformers does the same up to version 4; its `get_rope_index` of
-5.24 goes on after the larger of rows and columns, which differs where a film has more times than that: there the text's
-time would run backwards, in the middle of the film.
+5.24 goes on after the larger of rows and columns. A video with more temporal steps than that differs: there the text's
+time would run backwards, in the middle of the video.
 """
 
 from collections.abc import Iterable
@@ -26,13 +26,13 @@ def mrope_positions(
         length: tokens in the prompt.
         placed: (place of its first placeholder, item), in order of places.
         merge_size: patches of a token's side.
-        tokens_per_second: positions a second of film takes (Qwen2.5-VL); None: one a temporal step (Qwen2-VL).
+        tokens_per_second: positions a second of video takes (Qwen2.5-VL); None: one a temporal step (Qwen2-VL).
 
     Returns:
         int32 [3, length].
 
     Raises:
-        InvalidRequest: the positions of a film are beyond what int32 holds.
+        InvalidRequest: the positions of a video are beyond what int32 holds.
     """
     positions = np.empty((3, length), np.int32)
     place = position = 0
@@ -62,7 +62,7 @@ def _times(item: MediaItem, tokens_per_second: float | None) -> np.ndarray:
     times = steps.astype(np.float32) * interval
     if not times[-1] < _MOST:
         raise InvalidRequest(
-            f"the film's {item.grid[0]} temporal steps of {item.seconds_per_grid:g} seconds are positions up to "
+            f"the video's {item.grid[0]} temporal steps of {item.seconds_per_grid:g} seconds are positions up to "
             f"{times[-1]:.3g}, at most {_MOST:,} is possible",
             param="messages",
         )

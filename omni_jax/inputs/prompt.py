@@ -11,13 +11,13 @@ from omni_jax.inputs.chat import MediaPart
 from omni_jax.inputs.image import MediaItem, VisionSettings, as_image, pack_image
 from omni_jax.inputs.positions import mrope_positions
 from omni_jax.inputs.tokenizer import Tokenizer
-from omni_jax.inputs.video import decode_video, film_of, pack_video
+from omni_jax.inputs.video import decode_video, pack_video, video_of
 from omni_jax.requests import InvalidRequest, MediaModality, MediaSpan
 
 if TYPE_CHECKING:  # models import JAX, which nothing here needs
     from omni_jax.models import VisionConfig
 
-# What a request may set for one picture or film.
+# What a request may set for one image or video.
 _OPTIONS: dict[MediaModality, frozenset[str]] = {
     "image": frozenset({"min_pixels", "max_pixels"}),
     "video": frozenset({"min_pixels", "max_pixels", "fps", "num_frames"}),
@@ -26,7 +26,7 @@ _OPTIONS: dict[MediaModality, frozenset[str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionInputs:
-    """What turns pictures and film into prompts for a model: its sizes, and how its pictures are prepared.
+    """What turns images and video into prompts for a model: its sizes, and how its images are prepared.
 
     Raises ValueError where the two disagree.
     """
@@ -43,7 +43,7 @@ class VisionInputs:
             prepared, expected = getattr(self.settings, ours), getattr(self.config, theirs)
             if prepared != expected:
                 raise ValueError(
-                    f"pictures are prepared with {ours} {prepared} (preprocessor_config.json), and the model's "
+                    f"images are prepared with {ours} {prepared} (preprocessor_config.json), and the model's "
                     f"vision_config has {theirs} {expected}"
                 )
 
@@ -84,9 +84,9 @@ def pack_part(part: MediaPart, settings: VisionSettings, source: Any = None) -> 
         if isinstance(source, bytes | bytearray | memoryview):
             return pack_video(decode_video(bytes(source), settings, **options), settings, **bounds)
         if "num_frames" in options:
-            raise InvalidRequest("num_frames is for film in a file; of a list of frames, all are taken")
+            raise InvalidRequest("num_frames is for video in a file; of a list of frames, all are taken")
         frames = source if isinstance(source, list | tuple) or getattr(source, "ndim", 0) == 4 else [source]
-        return pack_video(film_of(frames, settings, fps=options.get("fps"), **bounds), settings, **bounds)
+        return pack_video(video_of(frames, settings, fps=options.get("fps"), **bounds), settings, **bounds)
     except InvalidRequest as error:
         raise InvalidRequest(f"{part.where}: {error}", param="messages") from error
 
@@ -171,7 +171,7 @@ def expand(
 
 
 def _spans(item: MediaItem, start: int, merge: int) -> list[MediaSpan]:
-    """A picture is one span. Steps of a film do not see each other in the tower, so each is a span of its own."""
+    """An image is one span. Steps of a video do not see each other in the tower, so each is a span of its own."""
     steps, rows, columns = item.grid
     patches = item.patches.reshape(steps, rows * columns, *item.patches.shape[1:])
     length = rows * columns // merge**2

@@ -60,7 +60,7 @@ class Tokenizer:
 
     @property
     def has_media_slots(self) -> bool:
-        """Whether the chat template is for a model that reads pictures or film."""
+        """Whether the chat template is for a model that reads images or video."""
         return bool(self.media_slots)
 
     @classmethod

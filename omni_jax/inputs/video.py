@@ -1,8 +1,8 @@
-"""Film, from a file's bytes or a list of pictures to the patches of the vision tower.
+"""Video, from a file's bytes or a list of images to the patches of the vision tower.
 
 Which frames are taken, and the size they get, is the arithmetic of transformers' Qwen2-VL video processor (5.24, with
 cap_pixels_per_frame on, as the model's authors do it); that class itself needs torch. Frames are resized by Pillow like
-pictures are, where it would use torchvision: some values differ by a level of 255.
+images are, where it would use torchvision: some values differ by a level of 255.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from omni_jax.inputs.image import (
 )
 from omni_jax.requests import InvalidRequest
 
-MAX_SOURCE_FRAMES = 2**18  # of a film: two hours and a half at 30 a second
+MAX_SOURCE_FRAMES = 2**18  # of a video: two hours and a half at 30 a second
 MAX_SOURCE_SECONDS = 24 * 3600
-MAX_DECODED_PIXELS = 2**37  # the work of one film: 36 minutes of 1080p at 30 frames a second, all of them needed
+MAX_DECODED_PIXELS = 2**37  # the work of one video: 36 minutes of 1080p at 30 frames a second, all of them needed
 MAX_VIDEO_TOKENS = 128_000  # transformers' default of that name; the frames share 90 % of so many tokens' pixels
 
 # FFmpeg's demuxer by the first bytes of a file. It is named to FFmpeg, which so never takes the bytes for a playlist
@@ -51,7 +51,7 @@ _DEMUXERS = {
 }
 _CODECS = "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,av1,libdav1d,mpeg4,mpeg2video,mpeg1video,h263,theora,mjpeg,prores,gif"
 
-# A title that is no UTF-8 is no reason to refuse a film. av 19 knows that by itself, and takes no such argument.
+# A title that is no UTF-8 is no reason to refuse a video. av 19 knows that by itself, and takes no such argument.
 _METADATA: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 
 # What Image.transpose does to make a frame stand upright, by the container's rotation in degrees (anticlockwise).
@@ -60,12 +60,12 @@ _UPRIGHT = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Frames:
-    """The frames taken of a film, in order.
+    """The frames taken of a video, in order.
 
     Attributes:
         images: at least one.
         seconds_per_frame: from one of these to the next.
-        source_size: (height, width) the film has, where its frames were resized already; else None.
+        source_size: (height, width) the video has, where its frames were resized already; else None.
     """
 
     images: Sequence[Image.Image]
@@ -74,7 +74,7 @@ class Frames:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Film:
+class _Video:
     """What reading a file through without decoding tells. Arrays have an entry for each packet, in decoding order.
 
     Attributes:
@@ -102,35 +102,35 @@ def decode_video(
     max_pixels: int | None = None,
     max_source_pixels: int = MAX_SOURCE_PIXELS,
 ) -> Frames:
-    """Decodes the frames that are wanted of a film, and no more than they need.
+    """Decodes the frames that are wanted of a video, and no more than they need.
 
     The file is first read through without decoding, which gives the number of frames whatever its header claims, and
     checks all bounds. Then each wanted frame is decoded from the key frame before it and resized at once, so that one
-    frame of the film's own size is held at a time.
+    frame of the video's own size is held at a time.
 
     Args:
         data: a whole file (MP4, MOV, MKV, WebM, AVI, MPEG, FLV, Ogg, GIF).
         fps: frames to take of a second; settings.fps when neither it nor num_frames is given. See sample_indices.
-        num_frames: frames to take of the whole film instead.
+        num_frames: frames to take of the whole video instead.
         min_pixels, max_pixels: of a resized frame, as in pack_video.
-        max_source_pixels: of a frame in the film's own size.
+        max_source_pixels: of a frame in the video's own size.
 
     Raises:
-        InvalidRequest: no film, a damaged or truncated one, beyond a bound, or fps and num_frames that cannot be. The
-            message is about "the film" and names no part: the caller knows which it was.
+        InvalidRequest: no video, a damaged or truncated one, beyond a bound, or fps and num_frames that cannot be. The
+            message is about "the video" and names no part: the caller knows which it was.
     """
     _check_sampling(settings, fps, num_frames)
     low, high = pixel_bounds(min_pixels, max_pixels, least=settings.video_min_pixels, most=settings.video_max_pixels)
-    film = _survey(data, max_source_pixels)
-    total, by_time = int(film.shown.sum()), film.pts is not None
+    video = _survey(data, max_source_pixels)
+    total, by_time = int(video.shown.sum()), video.pts is not None
     while True:
-        wanted = sample_indices(total, film.rate, settings, fps=fps, num_frames=num_frames)
+        wanted = sample_indices(total, video.rate, settings, fps=fps, num_frames=num_frames)
         places, taken = set(wanted.tolist()), {}
         seen, source, size = 0, None, None
-        with contextlib.closing(_numbered(data, film, wanted, max_source_pixels, by_time=by_time)) as frames:
+        with contextlib.closing(_numbered(data, video, wanted, max_source_pixels, by_time=by_time)) as frames:
             for seen, (number, frame) in enumerate(frames, start=1):  # noqa: B007
                 if number in places and number not in taken:
-                    image = _picture(frame, max_source_pixels)
+                    image = _frame_image(frame, max_source_pixels)
                     source = source or (image.height, image.width)
                     size = size or frame_size(*source, len(wanted), settings, min_pixels=low, max_pixels=high)
                     taken[number] = _resized(image, size, settings)
@@ -141,15 +141,15 @@ def decode_video(
         # Packets without a frame of their own: go by what the decoder gives, as transformers does, and by how many.
         if not by_time:
             if not 0 < seen < total:
-                raise _invalid("the film is damaged: its frames cannot be decoded")
+                raise _invalid("the video is damaged: its frames cannot be decoded")
             total = seen
         by_time = False
-    sampled = len(wanted) / total * film.rate
+    sampled = len(wanted) / total * video.rate
     images = [taken[number] for number in wanted.tolist()]
     return Frames(images=images, seconds_per_frame=1 / sampled, source_size=source)
 
 
-def film_of(
+def video_of(
     images: Sequence,
     settings: VisionSettings,
     *,
@@ -157,8 +157,8 @@ def film_of(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> Frames:
-    """A film from a list of its frames: Pillow images, arrays, or the bytes of picture files. Each is resized as soon
-    as it is decoded: small files may hold large pictures, and there may be many.
+    """A video from a list of its frames: Pillow images, arrays, or the bytes of image files. Each is resized as soon
+    as it is decoded: small files may hold large images, and there may be many.
 
     Args:
         fps: how many of them are a second; settings.fps when None.
@@ -169,27 +169,27 @@ def film_of(
     """
     _check_sampling(settings, fps, None)
     if not 1 <= len(images) <= settings.max_frames:
-        raise _invalid(f"the film has {len(images)} frames; 1 to {settings.max_frames} are possible")
+        raise _invalid(f"the video has {len(images)} frames; 1 to {settings.max_frames} are possible")
     low, high = pixel_bounds(min_pixels, max_pixels, least=settings.video_min_pixels, most=settings.video_max_pixels)
-    pictures: list[Image.Image] = []
+    resized: list[Image.Image] = []
     source = size = (0, 0)
     for i, image in enumerate(images):
         try:
-            picture = to_rgb(as_image(image))
+            frame = to_rgb(as_image(image))
         except InvalidRequest as error:
             raise _invalid(f"frame {i}: {error}") from error
-        if not pictures:
-            source = (picture.height, picture.width)
+        if not resized:
+            source = (frame.height, frame.width)
             size = frame_size(*source, len(images), settings, min_pixels=low, max_pixels=high)
-        if (picture.height, picture.width) != source:
+        if (frame.height, frame.width) != source:
             raise _invalid(
-                f"frame {i} is {picture.width} x {picture.height} pixels and frame 0 is {source[1]} x {source[0]}; the "
-                "frames of a film have one size"
+                f"frame {i} is {frame.width} x {frame.height} pixels and frame 0 is {source[1]} x {source[0]}; the "
+                "frames of a video have one size"
             )
-        pictures.append(_resized(picture, size, settings))
+        resized.append(_resized(frame, size, settings))
     rate = fps or settings.fps
     _check_seconds(len(images), rate)
-    return Frames(images=pictures, seconds_per_frame=1 / rate, source_size=source)
+    return Frames(images=resized, seconds_per_frame=1 / rate, source_size=source)
 
 
 def pack_video(
@@ -200,7 +200,7 @@ def pack_video(
 
     Args:
         min_pixels, max_pixels: of a resized frame; replace the settings', and max_pixels may only be smaller. Of frames
-            from decode_video or film_of, they must be those given there.
+            from decode_video or video_of, they must be those given there.
 
     Raises:
         InvalidRequest: see pixel_bounds and resized_size.
@@ -227,13 +227,13 @@ def pack_video(
 def sample_indices(
     total: int, rate: float, settings: VisionSettings, *, fps: float | None = None, num_frames: int | None = None
 ) -> np.ndarray:
-    """Which frames of a film are taken, evenly from its whole length.
+    """Which frames of a video are taken, evenly from its whole length.
 
-    Their number is a multiple of temporal_patch_size (unless the film has fewer frames than that), at most
-    settings.max_frames and at most what the film has. By fps it is also at least settings.min_frames.
+    Their number is a multiple of temporal_patch_size (unless the video has fewer frames than that), at most
+    settings.max_frames and at most what the video has. By fps it is also at least settings.min_frames.
 
     Args:
-        total: frames in the film.
+        total: frames in the video.
         rate: frames a second in it.
         fps: frames to take of a second; settings.fps when neither it nor num_frames is given.
         num_frames: frames to take in all, rounded to the nearest multiple.
@@ -255,8 +255,8 @@ def sample_indices(
 def frame_size(
     height: int, width: int, count: int, settings: VisionSettings, *, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """(height, width) of a film's frames after resizing: like a picture's, and each has at most its share of the pixels
-    a film may have in all, but 5 % more than min_pixels in any case (transformers' cap_pixels_per_frame).
+    """(height, width) of a video's frames after resizing: like an image's, and each has at most its share of the pixels
+    a video may have in all, but 5 % more than min_pixels in any case (transformers' cap_pixels_per_frame).
 
     Raises InvalidRequest; see resized_size.
     """
@@ -269,7 +269,7 @@ def frame_size(
         min_pixels=min_pixels,
         max_pixels=share,
         most=settings.video_max_pixels,
-        what="the film",
+        what="the video",
     )
 
 
@@ -311,7 +311,7 @@ def _check_sampling(settings: VisionSettings, fps: float | None, num_frames: int
 
 def _check_seconds(frames: int, rate: float) -> None:
     if frames / rate > MAX_SOURCE_SECONDS:
-        raise _invalid(f"the film lasts {frames / rate:,.0f} seconds; at most {MAX_SOURCE_SECONDS:,} are possible")
+        raise _invalid(f"the video lasts {frames / rate:,.0f} seconds; at most {MAX_SOURCE_SECONDS:,} are possible")
 
 
 @contextlib.contextmanager
@@ -321,17 +321,17 @@ def _faults() -> Iterator[None]:
     except InvalidRequest:
         raise
     except FFmpegError as error:
-        raise _invalid(f"the film is damaged, or of a kind that is not read here: {error.strerror}") from error
+        raise _invalid(f"the video is damaged, or of a kind that is not read here: {error.strerror}") from error
     except (ValueError, MemoryError) as error:
-        raise _invalid(f"the film is damaged: {error}") from error
+        raise _invalid(f"the video is damaged: {error}") from error
 
 
 @contextlib.contextmanager
 def _opened(data: bytes, max_source_pixels: int) -> Iterator[tuple]:
-    """(container, stream) of a film, with nothing reachable for FFmpeg but these bytes."""
+    """(container, stream) of a video, with nothing reachable for FFmpeg but these bytes."""
 
     def refuse(url: str, *_: object) -> None:
-        raise ValueError(f"the film names another file, {url!r}")
+        raise ValueError(f"the video names another file, {url!r}")
 
     limits = {"max_pixels": str(max_source_pixels)}
     options = {"codec_whitelist": _CODECS, "protocol_whitelist": "", **limits}
@@ -342,10 +342,10 @@ def _opened(data: bytes, max_source_pixels: int) -> Iterator[tuple]:
     ):
         stream: Any = container.streams.best("video")
         if stream is None:
-            raise _invalid("the film has no pictures in it, only sound or text")
+            raise _invalid("the video has no images in it, only sound or text")
         if stream.codec_context is None or not stream.codec_context.width:
             raise _invalid(
-                f"the film is coded in a way that is not read here, or its frames have more than "
+                f"the video is coded in a way that is not read here, or its frames have more than "
                 f"{max_source_pixels:,} pixels"
             )
         stream.codec_context.options = limits
@@ -360,7 +360,7 @@ def _demuxer(data: bytes) -> str:
                 _check_box_counts(data)
             return name
     raise _invalid(
-        f"the {len(data):,} bytes are no film in a known container (MP4, MOV, MKV, WebM, AVI, MPEG, FLV, Ogg, GIF)"
+        f"the {len(data):,} bytes are no video in a known container (MP4, MOV, MKV, WebM, AVI, MPEG, FLV, Ogg, GIF)"
     )
 
 
@@ -378,34 +378,34 @@ def _check_box_counts(data: bytes) -> None:
             if (
                 b"cmvd" in boxes
             ):  # a compressed header, as QuickTime wrote them in the nineties; who knows what is in it
-                raise _invalid("the film has a compressed header, which is not read here; convert it")
+                raise _invalid("the video has a compressed header, which is not read here; convert it")
             for box in re.finditer(rb"stsz.{8}(....)|trun.{4}(....)", boxes, re.DOTALL):
                 samples += int.from_bytes(box[1] or box[2])
         place += size
     if samples > len(data):
-        raise _invalid(f"the film is damaged: it claims {samples:,} samples in {len(data):,} bytes")
+        raise _invalid(f"the video is damaged: it claims {samples:,} samples in {len(data):,} bytes")
 
 
-def _survey(data: bytes, max_source_pixels: int) -> _Film:
+def _survey(data: bytes, max_source_pixels: int) -> _Video:
     if not data:
-        raise _invalid("the film is empty: 0 bytes")
+        raise _invalid("the video is empty: 0 bytes")
     with _opened(data, max_source_pixels) as (container, stream):
         width, height = stream.codec_context.width, stream.codec_context.height
-        check_pixels(width, height, "a frame of the film", max_source_pixels)
+        check_pixels(width, height, "a frame of the video", max_source_pixels)
         pts, key, shown, duration = [], [], [], 0
         for packet in container.demux(stream):
             if not packet.size:
                 continue
             if len(pts) == MAX_SOURCE_FRAMES:
-                raise _invalid(f"the film has more than {MAX_SOURCE_FRAMES:,} frames; cut it into pieces")
+                raise _invalid(f"the video has more than {MAX_SOURCE_FRAMES:,} frames; cut it into pieces")
             pts.append(packet.pts)
             key.append(packet.is_keyframe)
             shown.append(not packet.is_discard)
             duration = packet.duration or duration
         if not any(shown):
-            raise _invalid("the film has no frames")
+            raise _invalid("the video has no frames")
         if container.format.name.startswith("mov") and len(pts) < stream.frames:
-            raise _invalid(f"the film is cut short: {len(pts)} of its {stream.frames} frames are there")
+            raise _invalid(f"the video is cut short: {len(pts)} of its {stream.frames} frames are there")
         times = None
         if None not in pts and len(set(pts)) == len(pts):
             times = np.array(pts, np.int64)
@@ -418,32 +418,32 @@ def _survey(data: bytes, max_source_pixels: int) -> _Film:
     rate = rate or 1.0
     frames = sum(shown)
     _check_seconds(frames, rate)
-    return _Film(pts=times, key=np.array(key), shown=np.array(shown), rate=rate, size=(height, width))
+    return _Video(pts=times, key=np.array(key), shown=np.array(shown), rate=rate, size=(height, width))
 
 
 def _numbered(
-    data: bytes, film: _Film, wanted: np.ndarray, max_source_pixels: int, *, by_time: bool
+    data: bytes, video: _Video, wanted: np.ndarray, max_source_pixels: int, *, by_time: bool
 ) -> Generator[tuple[int, av.VideoFrame], None, None]:
-    """Frames, each with its number among those the film shows; by_time, only those that decoding the wanted ones
+    """Frames, each with its number among those the video shows; by_time, only those that decoding the wanted ones
     brings about."""
-    if not by_time or film.pts is None:
-        yield from enumerate(_decode(data, film, np.ones(len(film.key), bool), max_source_pixels))
+    if not by_time or video.pts is None:
+        yield from enumerate(_decode(data, video, np.ones(len(video.key), bool), max_source_pixels))
         return
-    shown = np.sort(film.pts[film.shown])
-    is_wanted = np.isin(film.pts, shown[wanted]) & film.shown
-    needed = needed_packets(film.pts, film.key, is_wanted)
-    for frame in _decode(data, film, needed, max_source_pixels):
+    shown = np.sort(video.pts[video.shown])
+    is_wanted = np.isin(video.pts, shown[wanted]) & video.shown
+    needed = needed_packets(video.pts, video.key, is_wanted)
+    for frame in _decode(data, video, needed, max_source_pixels):
         number = int(np.searchsorted(shown, frame.pts)) if frame.pts is not None else len(shown)
         if number < len(shown) and shown[number] == frame.pts:
             yield number, frame
 
 
-def _decode(data: bytes, film: _Film, needed: np.ndarray, max_source_pixels: int) -> Iterator[av.VideoFrame]:
+def _decode(data: bytes, video: _Video, needed: np.ndarray, max_source_pixels: int) -> Iterator[av.VideoFrame]:
     """Frames of the needed packets, in the order they are shown."""
-    work = int(needed.sum()) * film.size[0] * film.size[1]
+    work = int(needed.sum()) * video.size[0] * video.size[1]
     if work > MAX_DECODED_PIXELS:
         raise _invalid(
-            f"{int(needed.sum()):,} frames of {film.size[1]} x {film.size[0]} pixels had to be decoded of the film, "
+            f"{int(needed.sum()):,} frames of {video.size[1]} x {video.size[0]} pixels had to be decoded of the video, "
             f"{work:,} pixels; at most {MAX_DECODED_PIXELS:,} are: make it smaller or shorter"
         )
     last = int(np.flatnonzero(needed)[-1])
@@ -462,9 +462,9 @@ def _decode(data: bytes, film: _Film, needed: np.ndarray, max_source_pixels: int
             yield from decoder.decode(None)
 
 
-def _picture(frame: av.VideoFrame, max_source_pixels: int) -> Image.Image:
+def _frame_image(frame: av.VideoFrame, max_source_pixels: int) -> Image.Image:
     """A frame in RGB and upright, transparency on white."""
-    check_pixels(frame.width, frame.height, "a frame of the film", max_source_pixels)
+    check_pixels(frame.width, frame.height, "a frame of the video", max_source_pixels)
     with _faults():
         see_through = frame.format.has_palette or any(component.is_alpha for component in frame.format.components)
         image = Image.fromarray(frame.to_ndarray(format="rgba" if see_through else "rgb24"))

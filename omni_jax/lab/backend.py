@@ -17,7 +17,7 @@ class Backend(Protocol):
         """Sends the arrivals at their times, and returns when all have ended.
 
         Args:
-            tag: runs with different tags share no features of pictures and no cached blocks.
+            tag: runs with different tags share no features of images and no cached blocks.
             done: called whenever a request has ended.
 
         Raises:

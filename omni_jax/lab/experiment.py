@@ -271,7 +271,7 @@ def _mixes(value: Any, where: str, base: Path) -> dict[str, Traffic]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scaled:
-    """How many times as long the default mix's texts, outputs and sides of pictures are."""
+    """How many times as long the default mix's texts, outputs and sides of images are."""
 
     text: float = 1.0
     output: float = 1.0

@@ -43,7 +43,7 @@ Shape = tuple[str, int, int]  # kind, octaves of text tokens and of pixels, each
 
 
 def shape_of(arrival: Arrival) -> Shape:
-    """What is taken to be the same length: texts and pictures within 9 % of each other."""
+    """What is taken to be the same length: texts and images within 9 % of each other."""
     pixels = 0 if arrival.image is None else arrival.image[0] * arrival.image[1]
     return arrival.kind, _octaves(arrival.text_tokens), _octaves(pixels) if pixels else 0
 

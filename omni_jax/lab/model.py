@@ -1,7 +1,7 @@
 """tiny-vl: a small Qwen2-VL with random weights, made when it is needed, so that an experiment needs no download.
 
-About 3 million parameters in float32: a step takes a few milliseconds on a CPU, a picture some tens. What it says means
-nothing; how long it takes depends on tokens, pictures and context as with a large model.
+About 3 million parameters in float32: a step takes a few milliseconds on a CPU, an image some tens. What it says means
+nothing; how long it takes depends on tokens, images and context as with a large model.
 """
 
 import json

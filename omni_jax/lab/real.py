@@ -2,7 +2,7 @@
 
 Prompts are built and cut beforehand, so a run measures the engine, and neither tokenizers nor HTTP. An engine is
 started for each set of settings, and stays: its next run finds everything compiled and its step times learnt. Runs
-share no features of pictures and no blocks of the prefix cache.
+share no features of images and no blocks of the prefix cache.
 """
 
 import collections

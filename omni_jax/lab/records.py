@@ -28,7 +28,7 @@ class RequestRow:
     Attributes:
         kind: text, image or table.
         arrival: when it was due to come, whether or not anybody had time for it.
-        image_tokens: those of prompt_tokens that are a picture's.
+        image_tokens: those of prompt_tokens that are an image's.
         scheduled_at, first_token_at: None where it never came that far.
         pauses, preemptions: how often it lost its turn, and its slot or blocks.
     """

@@ -63,7 +63,7 @@ def lfu(use: BlockUse) -> float:
 
 
 def by_modality(use: BlockUse) -> float:
-    """Pictures and film by LRU: they come back soon, in the same conversation, or not at all. Text by LFU. System
+    """Images and video by LRU: they come back soon, in the same conversation, or not at all. Text by LFU. System
     prompts (the beginning of a text that was used more than once) and tables last."""
     if use.modality in ("image", "video"):
         return lru(use)

@@ -35,7 +35,7 @@ class VisionConfig:
         temporal_patch_size: frames of a patch.
         window_size: pixels of a window's side, for layers that attend within windows; None: all attend to the whole.
         full_attention_layers: those that attend to the whole image although there are windows.
-        tokens_per_second: temporal positions a second of film (Qwen2.5-VL); None: one a temporal step (Qwen2-VL).
+        tokens_per_second: temporal positions a second of video (Qwen2.5-VL); None: one a temporal step (Qwen2-VL).
         image_token_id: the placeholder of an image's features.
         video_token_id: the placeholder of a video's features.
     """
@@ -69,7 +69,7 @@ class ModelConfig:
         tie_word_embeddings: the output projection is the embedding, as the config says; a checkpoint with a head that
             differs from the embedding overrules it (see weights.py).
         dtype: the dtype the weights are stored in.
-        vision: the tower that reads pictures and film, if the model has one.
+        vision: the tower that reads images and video, if the model has one.
         kv_repeats: how often each KV head of the checkpoint stands in num_key_value_heads; more than once on a mesh of
             more devices than KV heads (runtime.sharding.fit).
     """

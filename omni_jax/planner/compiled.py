@@ -87,7 +87,7 @@ def _largest(jobs: list[Job]) -> Iterator[Job]:
 
 
 def _encoder(model: ModelConfig, settings: Settings) -> EncoderConfig | None:
-    """Of the largest picture. How pixels are scaled does not matter."""
+    """Of the largest image. How pixels are scaled does not matter."""
     if model.vision is None:
         return None
     return EncoderConfig(

@@ -13,7 +13,7 @@ from omni_jax.planner.plan import Plan
 
 HEAD = """\
 # Written by `omni-jax plan`. Run it with: omni-jax ablate {file} -o results/
-# One data row of {data}: give each row its share of the requests. Efficiencies are assumptions (docs/scale.md).
+# One replica of {data}: give each row its share of the requests. Efficiencies are assumptions (docs/scale.md).
 """
 INT8 = "# The plan keeps keys and values in int8. The simulation has its blocks, but reads them as the model's dtype.\n"
 

@@ -65,7 +65,7 @@ class Remedy:
 
     Attributes:
         flags: what to give instead.
-        requests: full-length requests that then fit on a data row.
+        requests: full-length requests that then fit on a replica.
     """
 
     flags: str
@@ -84,7 +84,7 @@ class Plan:
         memory: of each device.
         programs: what they need.
         fits: whether there is room for a request of max_model_len.
-        tokens: of the KV cache of a data row.
+        tokens: of the KV cache of a replica.
         full_requests, typical_requests: of max_model_len, and of the typical length, that it holds at once.
         speed: what to expect; None if it does not fit.
         remedies: what would make it fit, if it does not.
@@ -241,7 +241,7 @@ def _settle(asked: Asked, model: ModelConfig, gpu: Gpu, axis: int) -> tuple[Sett
 
 
 def _cost(asked: Asked, gpu: Gpu, model: ModelConfig, settings: Settings, axis: int) -> Roofline:
-    """The roofline of a data row, as simulations have it."""
+    """The roofline of a replica, as simulations have it."""
     return Roofline(
         sizes=ModelSizes.from_config(asked.config),
         gpu=gpu,

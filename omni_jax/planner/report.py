@@ -67,7 +67,7 @@ def _verdict(plan: Plan, name: str) -> Text:
         return text.append("\nNothing that was tried makes it fit: more or larger GPUs, int8, a shorter context.")
     text.append("\nEach of these lines would make it fit:")
     for remedy in plan.remedies:
-        text.append(f"\n  {remedy.flags}  ({remedy.requests} full-length request(s) a data row)")
+        text.append(f"\n  {remedy.flags}  ({remedy.requests} full-length request(s) a replica)")
     return text
 
 
@@ -90,7 +90,7 @@ def _memory(plan: Plan) -> Table:
         ("KV cache", memory.kv_cache),
         (f"temporaries ({plan.programs.source})", memory.temporaries),
         ("results of two steps", memory.results),
-        ("features of pictures", memory.features),
+        ("features of images", memory.features),
         ("state of sequences", memory.state),
         ("free", max(0, memory.free)),
         ("left to others", memory.reserved),
@@ -106,7 +106,7 @@ def _cache(plan: Plan) -> str:
     settings, memory = plan.settings, plan.memory
     typical = "" if plan.speed is None else f", {plan.typical_requests:,} of the typical length"
     return (
-        f"KV cache of a data row: {memory.num_blocks:,} blocks of {settings.block_size} tokens "
+        f"KV cache of a replica: {memory.num_blocks:,} blocks of {settings.block_size} tokens "
         f"({memory.block_bytes:,} bytes on each device) = {plan.tokens:,} tokens; "
         f"{plan.full_requests:,} requests of {settings.max_model_len:,} tokens{typical}"
     )
@@ -142,8 +142,8 @@ def _lines(plan: Plan, speed: Speed) -> Iterator[str]:
         )
     bounds = (f"{'no batch' if b.rows is None else f'{b.rows:,} rows'} at {b.context:,}" for b in speed.compute_bound)
     yield f"compute-bound decode from (by tokens in the cache of each row): {', '.join(bounds)}"
-    if speed.picture_seconds is not None:
-        yield f"a picture of a megapixel: {1e3 * speed.picture_seconds:.0f} ms in the vision tower"
+    if speed.image_seconds is not None:
+        yield f"an image of a megapixel: {1e3 * speed.image_seconds:.0f} ms in the vision tower"
     yield (
         f"a full step of {plan.settings.max_num_batched_tokens:,} tokens: {1e3 * speed.full_step_seconds:.0f} ms, the "
         "longest that a stream waits for other people's prompts"
@@ -151,7 +151,7 @@ def _lines(plan: Plan, speed: Speed) -> Iterator[str]:
     typical = speed.typical
     yield (
         f"requests of {typical.prompt_tokens:,} + {typical.output_tokens:,} tokens, {speed.running} at once on each of "
-        f"{plan.data} data row(s): {speed.output_tokens_per_second:,.0f} tokens/s, {speed.requests_per_second:.1f} "
+        f"{plan.data} replica(s): {speed.output_tokens_per_second:,.0f} tokens/s, {speed.requests_per_second:.1f} "
         f"requests/s; {1e3 * speed.tpot_seconds:.1f} ms from token to token, {1e3 * speed.ttft_seconds:.0f} ms to the "
         "first on an idle engine"
     )

@@ -7,7 +7,7 @@ from omni_jax.cost import Roofline, StepShape, causal_pairs
 from omni_jax.cost.roofline import ACTIVATION_BYTES
 from omni_jax.planner.memory import DeviceMemory, Settings
 
-PICTURE_PIXELS = 1_003_520  # what the engine resizes larger pictures to
+IMAGE_PIXELS = 1_003_520  # what the engine resizes larger images to
 ROWS = (1, 8, 32, 64, 128, 256)
 PROMPTS = (128, 512, 2048, 8192, 32768)
 
@@ -78,14 +78,14 @@ class Speed:
         decode, prefill, all_reduce, compute_bound: step times.
         all_reduces_per_step: in a step of the text model.
         typical: the requests that what follows is about.
-        running: of them at once, on a data row.
+        running: of them at once, on a replica.
         ttft_seconds: to the first token, on an idle engine.
         full_step_seconds: of a step of max_num_batched_tokens: the longest a stream waits for other people's prompts.
         tpot_seconds: from token to token, with `running` sequences half-way through their output.
-        output_tokens_per_second: of all data rows, kept full: each request costs its prefill and its share of the
+        output_tokens_per_second: of all replicas, kept full: each request costs its prefill and its share of the
             decode steps.
         requests_per_second: the same by requests.
-        picture_seconds: of one picture of PICTURE_PIXELS through the vision tower; None for a model without.
+        image_seconds: of one image of IMAGE_PIXELS through the vision tower; None for a model without.
     """
 
     decode: tuple[DecodeStep, ...]
@@ -100,11 +100,11 @@ class Speed:
     tpot_seconds: float
     output_tokens_per_second: float
     requests_per_second: float
-    picture_seconds: float | None
+    image_seconds: float | None
 
 
 def make_speed(cost: Roofline, settings: Settings, memory: DeviceMemory, typical: Typical, data: int) -> Speed:
-    """Step times of a data row, and what `data` of them do together. `typical` is cut to max_model_len."""
+    """Step times of a replica, and what `data` of them do together. `typical` is cut to max_model_len."""
     longest = settings.max_model_len
     prompt = min(typical.prompt_tokens, longest - 1)
     output = min(typical.output_tokens, longest - prompt)
@@ -131,7 +131,7 @@ def make_speed(cost: Roofline, settings: Settings, memory: DeviceMemory, typical
         tpot_seconds=tpot,
         output_tokens_per_second=data * running * output / seconds,
         requests_per_second=data * running / seconds,
-        picture_seconds=_picture(cost, settings),
+        image_seconds=_image(cost, settings),
     )
 
 
@@ -161,7 +161,7 @@ def _all_reduces(cost: Roofline, settings: Settings) -> list[AllReduce]:
     ]
 
 
-def _picture(cost: Roofline, settings: Settings) -> float | None:
+def _image(cost: Roofline, settings: Settings) -> float | None:
     if cost.sizes.vision is None:
         return None
-    return cost.encode_seconds(min(PICTURE_PIXELS, settings.max_pixels) // cost.sizes.vision.patch_pixels)
+    return cost.encode_seconds(min(IMAGE_PIXELS, settings.max_pixels) // cost.sizes.vision.patch_pixels)

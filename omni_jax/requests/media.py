@@ -1,4 +1,4 @@
-"""Pictures and film in a prompt, as the engine takes them: placeholder tokens, and the patches whose features replace
+"""Images and video in a prompt, as the engine takes them: placeholder tokens, and the patches whose features replace
 them."""
 
 import dataclasses

@@ -43,7 +43,7 @@ class Request:
     @functools.cached_property
     def position_delta(self) -> int:
         """What is added to the place of a generated token to get its rotary position. The position behind the prompt
-        is one more than the largest in it, which for pictures is less than the number of tokens."""
+        is one more than the largest in it, which for images is less than the number of tokens."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.prompt_ids)
 
     @functools.cached_property

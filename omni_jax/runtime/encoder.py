@@ -1,6 +1,6 @@
 """Runs the vision tower beside the steps, a slice of layers at a time, into one array of features on the device.
 
-A call takes several pictures, packed one after another up to a compiled number of patches. Its slices are: patches to
+A call takes several images, packed one after another up to a compiled number of patches. Its slices are: patches to
 hidden states, a few layers (weights are arguments, so one executable serves all slices of a shape), and at last the
 merger, which scatters features into the array that steps read. Every slice takes that array and hands it on: so the
 device runs slices and steps in turn, never at the same time, on a CPU as on a GPU.

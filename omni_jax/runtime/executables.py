@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from omni_jax.runtime.sharding import WHOLE, placed, spread
 
-_stack_size = threading.Lock()  # it is the process's, and data rows compile at the same time
+_stack_size = threading.Lock()  # it is the process's, and replicas compile at the same time
 _STACK_BYTES = 64 << 20  # XLA recurses deeply over unrolled layers; a thread's 8 MiB have overflowed in other engines
 
 Key = tuple[str | int, ...]

@@ -35,7 +35,7 @@ class StepShapes:
         pages_per_row: width of the block table.
         block_size: tokens a block.
         vocab_size: logits a row, of all devices together.
-        reads_media: the model takes features of pictures and has M-RoPE.
+        reads_media: the model takes features of images and has M-RoPE.
         kernels: implementations of attention over the cache.
         axis: the devices that share the model.
     """

@@ -100,7 +100,7 @@ class StepResult:
 
 
 class Runner:
-    """Owns the executables and the device state of one data row.
+    """Owns the executables and the device state of one replica.
 
     What it has the devices do are operations: a name, an executable's key, and buffers. Where several processes share
     the row, each does the same ones in the same order (runtime.processes).

@@ -1,6 +1,6 @@
 """Where everything lies on a mesh, and how one program runs on all its devices.
 
-A mesh has the axes "data" and "model". A data row is a mesh of its own (data = 1), with its own weights, pool and
+A mesh has the axes "data" and "model". A replica is a mesh of its own (data = 1), with its own weights, pool and
 Runner; nothing is exchanged between rows. Within a row every device runs the same program on its parts (shard_map):
 parts of the weights by KV heads, inner width and vocabulary, the KV heads of the pool that go with them, and whole
 hidden states. The devices meet twice a layer, once for the embeddings, and in the head for a few numbers a row
@@ -97,9 +97,9 @@ def make_mesh(devices: Sequence[Any], *, data: int = 1, model: int = 1) -> Mesh:
     return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def rows_of(mesh: Mesh) -> tuple[Mesh, ...]:
-    """A mesh for each data row."""
-    return tuple(make_mesh(list(row), model=len(row)) for row in mesh.devices)
+def replica_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
+    """A mesh for each replica."""
+    return tuple(make_mesh(list(devices), model=len(devices)) for devices in mesh.devices)
 
 
 def axis_of(mesh: Mesh) -> ModelAxis:
@@ -109,7 +109,9 @@ def axis_of(mesh: Mesh) -> ModelAxis:
         ValueError: the mesh has several rows.
     """
     if mesh.shape[DATA] != 1:
-        raise ValueError(f"a program runs on one data row, and this mesh has {mesh.shape[DATA]}: take one of rows_of")
+        raise ValueError(
+            f"a program runs on one replica, and this mesh has {mesh.shape[DATA]}: take one of replica_meshes"
+        )
     return ModelAxis(size=mesh.shape[MODEL])
 
 

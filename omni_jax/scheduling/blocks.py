@@ -1,8 +1,8 @@
 """Which sequence holds which blocks: what it finds in the prefix cache, what it leaves there, what is swapped out and
 comes back, and what compression takes.
 
-- A sequence takes what the cache has of its beginning when it is about to be admitted (a new one with pictures also
-  when it comes, so that nobody encodes a picture whose keys and values are there), and computes at least one token
+- A sequence takes what the cache has of its beginning when it is about to be admitted (a new one with images also
+  when it comes, so that nobody encodes an image whose keys and values are there), and computes at least one token
   itself.
 - Blocks enter the cache when a step is planned that fills them with known tokens: device calls are ordered, so whoever
   reads them reads later.

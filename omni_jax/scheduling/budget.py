@@ -94,8 +94,8 @@ def slice_fits(
     decoding: Iterable[Sequence], awaiting: Iterable[Sequence], *, until: float, rank: Callable[[Sequence], Rank]
 ) -> bool:
     """Whether a slice of the vision tower may keep the device until then: not while somebody decodes who stands before
-    all that wait for pictures and would get its next token late. Who decodes faster than its objective soon has the
-    lead that a slice takes; and who waits rises by aging, so that no picture is put off for ever."""
+    all that wait for images and would get its next token late. Who decodes faster than its objective soon has the
+    lead that a slice takes; and who waits rises by aging, so that no image is put off for ever."""
     late = [sequence for sequence in decoding if deadline(sequence) < until]
     if not late:
         return True

@@ -2,7 +2,7 @@
 
 A sequence asks for the features of its spans in order, keeps what it got until its computed tokens have left the span
 behind, and computes up to the first span whose features are not there. Who runs asks before who waits, and each in the
-order of service; nobody asks past a span for which there was no room, so a large picture is not overtaken for ever by
+order of service; nobody asks past a span for which there was no room, so a large image is not overtaken for ever by
 small ones. What a waiting sequence holds may be taken back for one that comes before it: so two that each hold what the
 other needs cannot block each other.
 """
@@ -23,7 +23,7 @@ class Features:
     Args:
         cache: rows and reference counts.
         most_patches: of one call of the encoder.
-        pack_patches: pictures are put into one call up to so many; a larger one goes alone.
+        pack_patches: images are put into one call up to so many; a larger one goes alone.
 
     Attributes:
         cache, most_patches: as given.
@@ -95,7 +95,7 @@ class Features:
 
     def starts(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence could begin: the features of its next span are there. Text before the span alone
-        is no reason to occupy a slot and blocks while a picture is being encoded."""
+        is no reason to occupy a slot and blocks while an image is being encoded."""
         return sequence.media_passed == len(sequence.request.media) or self._is_there(sequence, sequence.media_passed)
 
     def computable(self, sequence: Sequence) -> int:
@@ -113,7 +113,7 @@ class Features:
         return index < sequence.media_held and self.cache.is_ready(sequence.request.media[index].key)
 
     def awaiting(self, *queues: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Those of some sequences whose next picture is being encoded, or is to be."""
+        """Those of some sequences whose next image is being encoded, or is to be."""
         for sequence in itertools.chain(*queues):
             if not self.starts(sequence):
                 yield sequence

@@ -26,7 +26,7 @@ class Row:
         first_new_block: where in the block table the new blocks stand.
         new_blocks: blocks that the device's block table does not have yet.
         dropped: rows that its cache has lost: the token at position p lies in cache row p - dropped.
-        features: (place in the row, rows of the feature array) of each picture the stretch touches.
+        features: (place in the row, rows of the feature array) of each image the stretch touches.
     """
 
     sequence: Sequence

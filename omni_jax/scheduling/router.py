@@ -1,4 +1,4 @@
-"""Which replica of a fleet, or which data row of an engine, gets a request."""
+"""Which replica of a fleet, or which replica of an engine, gets a request."""
 
 import collections
 import hashlib
@@ -47,7 +47,7 @@ class PrefixAware:
     much; then whoever has least.
 
     Args:
-        block: tokens of a block; a beginning is a number of whole blocks, its pictures included.
+        block: tokens of a block; a beginning is a number of whole blocks, its images included.
         blocks: of the longest beginning that is looked at.
         most_load: a replica has too much with more than so many times the mean of all and a prompt besides.
         remembered: beginnings that are known, those used longest ago forgotten first.
@@ -78,7 +78,7 @@ class PrefixAware:
         digest, found = hashlib.sha256(), []
         for stop in range(self._block, min(len(ids), self._block * self._blocks) + 1, self._block):
             digest.update(repr(ids[stop - self._block : stop]).encode())
-            while media and media[0].start < stop:  # placeholders of all pictures are the same
+            while media and media[0].start < stop:  # placeholders of all images are the same
                 digest.update(media.pop(0).key)
             found.append(digest.digest())
         return found

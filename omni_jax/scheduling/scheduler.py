@@ -12,8 +12,8 @@ it are known. What makes that safe:
 (e) A step that raised has lost the pool: `reset` sends everything that ran back to the queue, uncommitted steps are
     dropped.
 
-Pictures are encoded beside the steps. A sequence that needs one which is not there yet is passed over, in the queue as
-in the batch: nobody waits for another's picture.
+Images are encoded beside the steps. A sequence that needs one which is not there yet is passed over, in the queue as
+in the batch: nobody waits for another's image.
 
 The order of service is a discipline's (discipline.py). By deadline, the budget goes to segments: the most urgent one
 first, to its end, then whichever is the most urgent then; decoding rows always run, and the budget is what keeps them
@@ -42,7 +42,7 @@ class Scheduler:
     """Holds every live request, from admission to its last token.
 
     Args:
-        features: the encoder cache, for a model that reads pictures; without it no request has any.
+        features: the encoder cache, for a model that reads images; without it no request has any.
         discipline: the order of service.
         cost: predicts how long a step takes; without it, steps are as large as the budget.
         blocks: what is cached, swapped and compressed; without it nothing is.
@@ -119,7 +119,7 @@ class Scheduler:
         self._live[request.id] = sequences
         sequences[0].children = sequences[1:]
         if request.media and (hits := self.blocks.match(sequences[0])):
-            self.blocks.take(sequences[0], hits)  # so that no picture is encoded whose keys and values are there
+            self.blocks.take(sequences[0], hits)  # so that no image is encoded whose keys and values are there
         self._enqueue(sequences[0])
         return sequences
 
@@ -236,7 +236,7 @@ class Scheduler:
                 continue
             uncomputed = sequence.uncomputed
             if not uncomputed or (sequence.request.media and not self._computable(sequence)):
-                continue  # all is computed, or the next picture is not there yet
+                continue  # all is computed, or the next image is not there yet
             if uncomputed > 1 or sequence.wants_prompt_logprobs:
                 prefilling.append(sequence)
             elif sequence.computed >= sequence.num_prompt and sequence.remaining <= 0:
@@ -372,7 +372,7 @@ class Scheduler:
                 blocks.take(sequence, hits)
                 if self.features is not None:
                     self.features.leave_behind(sequence)
-                    if not self.features.starts(sequence):  # its next picture is behind the hits
+                    if not self.features.starts(sequence):  # its next image is behind the hits
                         self._ask()
                         continue
             found.append(sequence)

@@ -36,7 +36,7 @@ def request(view: PromptView) -> tuple[Segment, ...]:
 
 
 def by_modality(view: PromptView) -> tuple[Segment, ...]:
-    """Each picture, each video, each table in the text, and each stretch of other text between them."""
+    """Each image, each video, each table in the text, and each stretch of other text between them."""
     return tuple(_whole(run) for run in runs(view, tables=True))
 
 
@@ -75,9 +75,9 @@ def by_sentence(view: PromptView, *, max_length: int | None = None) -> tuple[Seg
 
 
 def by_region(regions: Mapping[str, Any]) -> Policy:
-    """Pictures, and each step of a video, by regions; each stretch of text whole.
+    """Images, and each step of a video, by regions; each stretch of text whole.
 
-    Visual tokens are in row-major order and a segment is contiguous: a region as wide as the picture is one segment,
+    Visual tokens are in row-major order and a segment is contiguous: a region as wide as the image is one segment,
     any other is one for each row of tokens, all of its label. So bands are cheap, and columns are many short segments.
 
     Args:
@@ -99,7 +99,7 @@ def by_region(regions: Mapping[str, Any]) -> Policy:
 
 def hybrid(max_text: int = 256, max_image: int = 256, max_video: int = 256) -> Policy:
     """By modality, and what is long in pieces of nearly equal compute: text of more than max_text tokens at ends of
-    sentences, pictures of more than max_image tokens in bands of whole rows, videos of more than max_video by steps
+    sentences, images of more than max_image tokens in bands of whole rows, videos of more than max_video by steps
     (and a step that is longer by bands). Tables and what is short stay whole, as does a sentence longer than max_text.
     """
     most: dict[Modality, int] = {

@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # transformers is not imported for a type
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaView:
-    """A picture's or a film's run of visual tokens: step after step, in each row after row.
+    """An image's or a video's run of visual tokens: step after step, in each row after row.
 
     Attributes:
         start: place of its first token in the prompt.
         stop: place behind its last token.
         modality: "image" or "video".
         grid: (rows, columns) of tokens of one temporal step.
-        steps: temporal steps; 1 for a picture.
+        steps: temporal steps; 1 for an image.
 
     Raises ValueError when the grid is not as large as the run.
     """

@@ -1,4 +1,4 @@
-"""Regions of a picture: which of its visual tokens lie in which, and what runs of tokens that makes."""
+"""Regions of an image: which of its visual tokens lie in which, and what runs of tokens that makes."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import numpy as np
 from omni_jax.segments.prompt_view import MediaView
 
 REST = "rest"  # label of the tokens that lie in no named region
-_MOST = 64  # rows, columns or named regions; more than tokens are along a side of most pictures
+_MOST = 64  # rows, columns or named regions; more than tokens are along a side of most images
 _SLACK = 1e-9  # fractions are rounded: 0.1 + 0.2 and 0.3 shall adjoin
 
 VALID = (
@@ -32,7 +32,7 @@ class Grid:
         return [f"region {row},{col}" for row in range(1, self.rows + 1) for col in range(1, self.cols + 1)]
 
     def ids(self, rows: int, cols: int) -> np.ndarray:
-        """int [rows, cols]: index into labels for each token of a picture."""
+        """int [rows, cols]: index into labels for each token of an image."""
         down = np.arange(rows) * self.rows // rows
         across = np.arange(cols) * self.cols // cols
         return down[:, None] * self.cols + across
@@ -49,7 +49,7 @@ class Boxes:
         return [*self.boxes, REST]
 
     def ids(self, rows: int, cols: int) -> np.ndarray:
-        """int [rows, cols]: index into labels for each token of a picture: the rectangle its middle lies in."""
+        """int [rows, cols]: index into labels for each token of an image: the rectangle its middle lies in."""
         x, y = (np.arange(cols) + 0.5) / cols, (np.arange(rows) + 0.5) / rows
         ids = np.full((rows, cols), len(self.boxes))
         for index, (x0, y0, x1, y1) in enumerate(self.boxes.values()):
@@ -78,7 +78,7 @@ def parse_regions(regions: Any) -> Grid | Boxes:
 def region_runs(media: MediaView, regions: Grid | Boxes) -> list[tuple[int, int, str]]:
     """(start, stop, label) of the runs of tokens that lie in one region, in order, as places in the prompt.
 
-    Tokens are in row-major order: a region as wide as the picture is one run, any other has a run in each row of
+    Tokens are in row-major order: a region as wide as the image is one run, any other has a run in each row of
     tokens it touches, all of one label. In each step of a video the regions begin anew. A region that is too small to
     hold the middle of a token gets none.
     """

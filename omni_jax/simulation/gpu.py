@@ -23,7 +23,7 @@ class GpuReplica:
     Attributes:
         config: with the engine's defaults for a GPU.
         cost: the roofline.
-        vision: how pictures become patches; None for a model that reads text only.
+        vision: how images become patches; None for a model that reads text only.
     """
 
     config: ReplicaConfig
@@ -47,7 +47,7 @@ def gpu_replica(
     Args:
         model: its config.json.
         gpu: one of cost.GPUS.
-        max_pixels: of a picture once it is resized.
+        max_pixels: of an image once it is resized.
         roofline: replaces Roofline's assumptions.
         settings: replace ReplicaConfig's.
 

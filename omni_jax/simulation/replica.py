@@ -38,9 +38,9 @@ class ReplicaConfig:
         chunked_prefill: see SchedulerConfig.
         discipline: the order of service.
         segment_policy: how prompts are cut; see segments.make_policy.
-        encoder_cache_tokens: features of pictures on the device; 0 for a model that reads text only.
-        max_patches: of one picture.
-        pack_patches: pictures share a call of the tower up to so many.
+        encoder_cache_tokens: features of images on the device; 0 for a model that reads text only.
+        max_patches: of one image.
+        pack_patches: images share a call of the tower up to so many.
         encoder_slices: parts of equal length that a call of the tower runs in, one at most between two steps.
         host_seconds: from the beginning of a plan to its dispatch.
         prefix_caching: requests that begin alike share blocks.
@@ -205,12 +205,12 @@ class Replica:
         for span in request.media:
             if self._features is None or not self._features.cache.fits(span.length):
                 raise InvalidRequest(
-                    f"request {request.id}: a picture of {span.length} tokens is larger than the encoder cache "
+                    f"request {request.id}: an image of {span.length} tokens is larger than the encoder cache "
                     f"({self._config.encoder_cache_tokens})"
                 )
             if span.num_patches > self._config.max_patches:
                 raise InvalidRequest(
-                    f"request {request.id}: a picture of {span.num_patches} patches is larger than max_patches "
+                    f"request {request.id}: an image of {span.num_patches} patches is larger than max_patches "
                     f"({self._config.max_patches})"
                 )
         self.scheduler.add(request)
@@ -282,7 +282,7 @@ class Replica:
                 if not self.scheduler.has(sequence.request.id):
                     self.load -= sequence.num_prompt
 
-    # -- pictures -----------------------------------------------------------------------------------------------------
+    # -- images -----------------------------------------------------------------------------------------------------
 
     def _begin(self, spans: tuple[MediaSpan, ...], now: float) -> None:
         """Engine._encode: patches are embedded, which is taken to cost nothing; slices follow."""
@@ -325,7 +325,7 @@ class Replica:
         )
 
     def _pieces_of(self, spans: tuple[MediaSpan, ...]) -> Iterator[Piece]:
-        """Each picture's, as that of the first sequence that waits for it."""
+        """Each image's, as that of the first sequence that waits for it."""
         wanted = {span.key for span in spans}
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             for span in sequence.request.media[sequence.media_passed : sequence.media_held]:

@@ -71,7 +71,7 @@ def simulate(
         cost: how long a device takes (TableCost of a machine, Roofline of a GPU). A scheduler asks it too.
         router: one of scheduling.router.ROUTERS, or an own one.
         tokenizer: of the texts; made-up words without one.
-        vision: how pictures become patches; needed where there are some.
+        vision: how images become patches; needed where there are some.
         seed: of the noise in the steps' seconds, if the replica has any.
         segments, timeline: whether the result has them; they take memory.
 

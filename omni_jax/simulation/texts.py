@@ -1,4 +1,4 @@
-"""Made-up text: sentences, tables and pictures that look enough like real ones for a segment policy to cut, and a
+"""Made-up text: sentences, tables and images that look enough like real ones for a segment policy to cut, and a
 tokenizer that needs no files."""
 
 import random
@@ -52,7 +52,7 @@ def table_rows(rng: random.Random) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |\n"
 
 
-def picture(rows: int, cols: int, seed: int) -> np.ndarray:
+def image(rows: int, cols: int, seed: int) -> np.ndarray:
     """A coloured texture, uint8 [rows, cols, 3]."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (-(-rows // 16), -(-cols // 16), 3), np.uint8)

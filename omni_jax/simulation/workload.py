@@ -32,9 +32,9 @@ class Arrival:
     Attributes:
         at: seconds after the beginning.
         id: unique in a workload.
-        kind: prose; a picture between two texts; a table between two texts.
-        text_tokens: of the prompt, the table's included, the picture's not. At least 1.
-        image: (rows, columns) of the picture in pixels, before it is resized; None for the other kinds.
+        kind: prose; an image between two texts; a table between two texts.
+        text_tokens: of the prompt, the table's included, the image's not. At least 1.
+        image: (rows, columns) of the image in pixels, before it is resized; None for the other kinds.
         output_tokens: exactly so many are generated.
         seed: of the text and the pixels.
         slo: what the client was promised.
@@ -64,7 +64,7 @@ class Arrival:
                 f"text_tokens, got {self.text_tokens}, {self.output_tokens} and {self.prefix_tokens}"
             )
         if (self.image is not None) != (self.kind == "image"):
-            raise ValueError(f"arrival {self.id}: the kind image has a picture and the others none, got {self.image}")
+            raise ValueError(f"arrival {self.id}: the kind image has an image and the others none, got {self.image}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Load:
         share: of all requests; shares of a mix need not add up to 1.
         text: tokens of text.
         output: tokens generated.
-        side: pixels of a picture's sides, each drawn by itself; for the kind image only.
+        side: pixels of an image's sides, each drawn by itself; for the kind image only.
         slo: what all of them were promised.
     """
 
@@ -125,7 +125,7 @@ _OUTPUT = Lengths(median=64, sigma=0.7, least=4, most=512)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mix:
-    """What arrives, by kind: 60 % text, 25 % pictures, 15 % tables unless said otherwise.
+    """What arrives, by kind: 60 % text, 25 % images, 15 % tables unless said otherwise.
 
     Attributes:
         text, image, table: the kinds.
@@ -148,7 +148,7 @@ class Mix:
         if not any(self.load(kind).share for kind in KINDS):
             raise ValueError("a mix needs a share above 0 for at least one of text, image and table")
         if self.image.share and self.image.side is None:
-            raise ValueError("the kind image needs lengths for the sides of its pictures")
+            raise ValueError("the kind image needs lengths for the sides of its images")
         if (self.prefixes > 0) != (self.prefix_tokens > 0) or self.prefixes < 0 or self.prefix_tokens < 0:
             raise ValueError(
                 f"prefixes and prefix_tokens must both be 0 or both more, got {self.prefixes} and {self.prefix_tokens}"
@@ -159,7 +159,7 @@ class Mix:
         return {"text": self.text, "image": self.image, "table": self.table}[kind]
 
     def scaled(self, *, text: float = 1.0, output: float = 1.0, side: float = 1.0) -> "Mix":
-        """The same mix with texts, outputs and sides of pictures so many times as long: for a small model."""
+        """The same mix with texts, outputs and sides of images so many times as long: for a small model."""
         return dataclasses.replace(
             self,
             prefix_tokens=max(round(self.prefix_tokens * text), 1) if self.prefixes else 0,
@@ -319,19 +319,19 @@ class Encoder(Protocol):
 
 
 def build(arrival: Arrival, tokenizer: Encoder, vision: "VisionInputs | None", *, patches: bool) -> Request:
-    """The request of an arrival: exactly text_tokens tokens of text and those of its picture, without a chat template,
+    """The request of an arrival: exactly text_tokens tokens of text and those of its image, without a chat template,
     so that its length is known; greedy, exactly output_tokens long. Segments are left to the caller.
 
-    A picture stands between two texts. So does a table, which is whole where there is room for its header.
+    An image stands between two texts. So does a table, which is whole where there is room for its header.
 
     Args:
-        vision: needed for pictures.
-        patches: False leaves the pixels out: all of a picture's patches are one zero, which takes neither time nor
+        vision: needed for images.
+        patches: False leaves the pixels out: all of an image's patches are one zero, which takes neither time nor
             memory, for a simulation.
 
     Raises:
-        ValueError: a picture, and no vision.
-        InvalidRequest: a picture that cannot be resized.
+        ValueError: an image, and no vision.
+        InvalidRequest: an image that cannot be resized.
     """
     shared = _ids(arrival.prefix_tokens, texts.sentences(random.Random(f"prefix {arrival.prefix_seed}")), tokenizer)
     rng = random.Random(f"text {arrival.seed}")
@@ -344,7 +344,7 @@ def build(arrival: Arrival, tokenizer: Encoder, vision: "VisionInputs | None", *
         from omni_jax.inputs import expand  # here, because it brings transformers, and text needs none
 
         if vision is None:
-            raise ValueError(f"arrival {arrival.id} has a picture, and the model reads text only")
+            raise ValueError(f"arrival {arrival.id} has an image, and the model reads text only")
         item = _item(arrival, vision, patches)
         prompt = expand([*ids, vision.config.image_token_id, *ending], [item], vision.config)
         ids, media, positions = list(prompt.ids), prompt.media, prompt.positions
@@ -378,7 +378,7 @@ def _item(arrival: Arrival, vision: "VisionInputs", patches: bool) -> "MediaItem
     assert arrival.image is not None
     settings = vision.settings
     if patches:
-        return pack_image(as_image(texts.picture(*arrival.image, arrival.seed)), settings)
+        return pack_image(as_image(texts.image(*arrival.image, arrival.seed)), settings)
     height, width = resized_size(
         *arrival.image,
         settings.factor,

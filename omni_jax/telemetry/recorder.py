@@ -38,7 +38,7 @@ from omni_jax.telemetry.records import Record, RequestRecord, SegmentRecord
 logger = logging.getLogger(__name__)
 
 WINDOW = 2048  # requests, and segments, that figures are made of
-_MOST_PICTURES = 8192  # whose time in the tower is remembered
+_MOST_IMAGES = 8192  # whose time in the tower is remembered
 
 
 def request_class(request: Request) -> Modality:
@@ -110,7 +110,7 @@ class Recorder:
         self._live: dict[Continuation, _Progress] = {}
         self._disturbed: dict[Continuation, list[int]] = {}  # pauses and preemptions of live continuations
         self._in_tower: dict[bytes, float] = {}
-        self._pictures: collections.OrderedDict[bytes, tuple[float, float]] = collections.OrderedDict()
+        self._images: collections.OrderedDict[bytes, tuple[float, float]] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._requests: collections.deque[RequestRecord] = collections.deque(maxlen=WINDOW)
         self._ended: collections.deque[SegmentRecord] = collections.deque(maxlen=WINDOW)
@@ -144,10 +144,10 @@ class Recorder:
         for span in spans:
             began = self._in_tower.pop(span.key, None)
             if began is not None:
-                self._pictures[span.key] = (began, now)
-                self._pictures.move_to_end(span.key)
-        while len(self._pictures) > _MOST_PICTURES:
-            self._pictures.popitem(last=False)
+                self._images[span.key] = (began, now)
+                self._images.move_to_end(span.key)
+        while len(self._images) > _MOST_IMAGES:
+            self._images.popitem(last=False)
 
     def event(self, event: Event, now: float) -> None:
         """The scheduler paused, resumed or preempted somebody."""
@@ -216,10 +216,10 @@ class Recorder:
             )
 
     def _endstages(self, sequence: Continuation, progress: _Progress, now: float) -> None:
-        """The pictures of a request that were encoded for it, and the output of a continuation."""
+        """The images of a request that were encoded for it, and the output of a continuation."""
         request = sequence.request
         for span in request.media if sequence.index == 0 else ():
-            began, ended = self._pictures.get(span.key, (-math.inf, -math.inf))
+            began, ended = self._images.get(span.key, (-math.inf, -math.inf))
             if began < request.arrival:
                 continue
             number = bisect.bisect_right(progress.stops, span.start)
@@ -262,10 +262,10 @@ class Recorder:
             self._sink(record)
 
     def _in_the_tower(self, request: Request) -> list[tuple[float, float]]:
-        """When pictures of a request were there since it came; in order, and none overlap."""
+        """When images of a request were there since it came; in order, and none overlap."""
         times = sorted(
             (max(began, request.arrival), ended)
-            for began, ended in (self._pictures.get(key, (0.0, -math.inf)) for key in {s.key for s in request.media})
+            for began, ended in (self._images.get(key, (0.0, -math.inf)) for key in {s.key for s in request.media})
             if ended > request.arrival
         )
         merged: list[tuple[float, float]] = []

@@ -9,18 +9,18 @@ from omni_jax.requests.segment import Compute, Modality
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentRecord:
-    """One segment that has been computed: of a prompt; a picture in the vision tower (encode); or a continuation's
+    """One segment that has been computed: of a prompt; an image in the vision tower (encode); or a continuation's
     whole output (decode). Times are seconds on the engine's clock.
 
     Attributes:
         request_id: whose.
         index: of which continuation.
-        number: place among the prompt's segments, from 0; a picture has that of the segment it begins in, an output
+        number: place among the prompt's segments, from 0; an image has that of the segment it begins in, an output
             the one behind the last.
         modality, label, compute, priority, deadline, start, stop: the segment's own. An output is due when its last
             token is.
         queued_at: when all tokens before it had been given to steps; for the first, when the request arrived. Until
-            it starts it is in the queue, also while a picture of it is in the tower.
+            it starts it is in the queue, also while an image of it is in the tower.
         started_at: when the first step with tokens of it was planned.
         ended_at: when the step with its last token was read. What is computed again after a preemption changes nothing
             in a segment that had ended.
@@ -56,7 +56,7 @@ class SegmentRecord:
 class RequestRecord:
     """One continuation that has ended. Times are seconds on the engine's clock; None where it did not come to that.
 
-    The stages follow each other and add up to the whole time: while one of its pictures is in the vision tower before
+    The stages follow each other and add up to the whole time: while one of its images is in the vision tower before
     its first token, a request is in the stage encode, and neither in queue nor in prefill.
 
     Attributes:

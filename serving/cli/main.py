@@ -56,11 +56,11 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System prompt; implies --chat.")] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="A picture to ask about; repeat it for more. Implies --chat."),
+        typer.Option(exists=True, dir_okay=False, help="An image to ask about; repeat it for more. Implies --chat."),
     ] = None,
     video: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="A film to ask about; repeat it for more. Implies --chat."),
+        typer.Option(exists=True, dir_okay=False, help="A video to ask about; repeat it for more. Implies --chat."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -182,18 +182,18 @@ def check(
 
 @app.command(
     name="describe-images",
-    epilog='Example: omni-jax describe-images photos/ --prompt "What is in this picture?" -o photos.jsonl --rate 20',
+    epilog='Example: omni-jax describe-images photos/ --prompt "What is in this image?" -o photos.jsonl --rate 20',
 )
 def describe_images(
     source: Annotated[
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder, searched recursively; a picture; a URL; or a .txt with a path or URL a line. "
+            help="A folder, searched recursively; an image; a URL; or a .txt with a path or URL a line. "
             "URLs are for the server to fetch.",
         ),
     ],
-    prompt: Annotated[str, typer.Option(help="What to ask about each picture.")],
+    prompt: Annotated[str, typer.Option(help="What to ask about each image.")],
     out: Annotated[
         Path,
         typer.Option(
@@ -224,7 +224,7 @@ def describe_images(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be sent.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
 ) -> None:
-    """Ask a running server about each of many pictures.
+    """Ask a running server about each of many images.
 
     Exit codes: 0 every source has a text, 1 some failed, 2 usage, 130 interrupted; the same command then goes on.
     """

@@ -20,7 +20,7 @@ Seed = Annotated[int | None, typer.Option(help="Of requests without a seed of th
 CompilationCacheDir = Annotated[Path | None, typer.Option(help="Where compiled steps are kept between starts.")]
 ChatTemplate = Annotated[str | None, typer.Option(help="Replaces the model's own: a file, or Jinja text.")]
 MaxPixels = Annotated[
-    int | None, typer.Option(min=1, help="Pixels of a picture or a frame once it is resized, at most: 1003520.")
+    int | None, typer.Option(min=1, help="Pixels of an image or a frame once it is resized, at most: 1003520.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]

@@ -26,7 +26,7 @@ def plan(
     num: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
     mesh: Annotated[
         str | None,
-        typer.Option(metavar="AXES", help="data=2,model=4. Default: the smallest model axis that fits, and data rows."),
+        typer.Option(metavar="AXES", help="data=2,model=4. Default: the smallest model axis that fits, and replicas."),
     ] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option("--tensor-parallel-size", "-tp", min=1, help="GPUs that share the model.")
@@ -42,7 +42,7 @@ def plan(
     kv_cache_dtype: KvCacheType = None,
     gpu_memory_utilization: GpuMemoryUtilization = None,
     max_pixels: MaxPixels = None,
-    encoder_cache_tokens: Annotated[int | None, typer.Option(min=1, help="Features of pictures kept: 8192.")] = None,
+    encoder_cache_tokens: Annotated[int | None, typer.Option(min=1, help="Features of images kept: 8192.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a typical request, for tokens a second.")] = 1024,
     output_tokens: Annotated[int, typer.Option(min=1, help="The same.")] = 256,
     link_gb_per_second: Annotated[

@@ -143,7 +143,7 @@ def serve(
     compilation_cache_dir: CompilationCacheDir = None,
     limit_mm_per_prompt: Annotated[
         str,
-        typer.Option(metavar="LIMITS", help='Pictures and films in a request, at most; or {"image": 16, "video": 1}.'),
+        typer.Option(metavar="LIMITS", help='Images and videos in a request, at most; or {"image": 16, "video": 1}.'),
     ] = "image=16,video=1",
     allowed_media_domains: Annotated[
         list[str] | None, typer.Option(help="Fetch media from this host only; repeat it for more. Default: any.")
@@ -154,13 +154,13 @@ def serve(
     allow_private_media_addresses: Annotated[
         bool, typer.Option("--allow-private-media-addresses", help="Fetch media also from this machine and network.")
     ] = False,
-    media_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to fetch a picture or a film.")] = 5.0,
+    media_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to fetch an image or a video.")] = 5.0,
     max_pixels: MaxPixels = None,
     allow_mm_processor_kwargs: Annotated[
         bool, typer.Option("--allow-mm-processor-kwargs", help="Let requests set max_pixels, fps and the like.")
     ] = False,
     encoder_cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of pictures whose features are kept on the device.")
+        int | None, typer.Option(min=1, help="Tokens of images whose features are kept on the device.")
     ] = None,
     encoder_layers_per_slice: Annotated[
         int | None, typer.Option(min=1, help="Layers of the vision tower that run between two steps.")
@@ -203,7 +203,7 @@ def serve(
     ] = False,
     max_body_size: Annotated[
         int,
-        typer.Option(min=1, help="Bytes of a request, at most; a picture in it takes a third more than its file."),
+        typer.Option(min=1, help="Bytes of a request, at most; an image in it takes a third more than its file."),
     ] = 64 * 2**20,
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM or SIGINT.")

@@ -1,7 +1,7 @@
-"""`omni-jax describe-images`: one question about each of thousands of pictures, asked of a running server.
+"""`omni-jax describe-images`: one question about each of thousands of images, asked of a running server.
 
-As many workers as requests may be in flight take the next picture, have a thread read and encode it, ask, and write the
-row; so no more pictures than workers are in memory. A row is written without an await after its answer is there, and
+As many workers as requests may be in flight take the next image, have a thread read and encode it, ask, and write the
+row; so no more images than workers are in memory. A row is written without an await after its answer is there, and
 nothing can come between the two: what a signal interrupts is asked again by the next run.
 """
 
@@ -40,7 +40,7 @@ class Options:
         rate: requests a second, at most, repeated ones included; 0 is no limit.
         retries: attempts after the first, at most.
         timeout: seconds of an attempt.
-        limit: pictures to send this time, at most.
+        limit: images to send this time, at most.
     """
 
     source: str
@@ -225,7 +225,7 @@ async def _first_model(client: Client, server: str) -> str:
 
 
 def _request(options: Options, model: str) -> tuple[bytes, bytes]:
-    """A request's JSON around the picture's URL, which is by far the most of it and the same for nobody."""
+    """A request's JSON around the image's URL, which is by far the most of it and the same for nobody."""
     content = [{"type": "image_url", "image_url": {"url": ""}}, {"type": "text", "text": options.prompt}]
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
     body: dict[str, Any] = {"model": model, "messages": [*messages, {"role": "user", "content": content}]}

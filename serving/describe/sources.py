@@ -1,4 +1,4 @@
-"""Which pictures `describe-images` is about, and the bytes of one as they are sent."""
+"""Which images `describe-images` is about, and the bytes of one as they are sent."""
 
 import binascii
 import dataclasses
@@ -22,7 +22,7 @@ MEDIA_TYPES = {
     ".tiff": "image/tiff",
     ".webp": "image/webp",
 }  # by suffix; also what is looked for in a folder
-MAX_FILE_BYTES = 64 * 2**20  # of one picture: as many are in memory as requests are in flight, a third larger each
+MAX_FILE_BYTES = 64 * 2**20  # of one image: as many are in memory as requests are in flight, a third larger each
 
 _PIECE = 3 * 2**18  # a multiple of 3, so that the base64 of the pieces is the base64 of the whole
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -38,7 +38,7 @@ class Unreadable(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """One picture.
+    """One image.
 
     Attributes:
         name: what its row calls it: the URL, or the file's absolute path, so that one output file can take several
@@ -54,23 +54,23 @@ class Source:
 
 
 def find_sources(given: str) -> list[Source]:
-    """The pictures that `given` stands for, each once.
+    """The images that `given` stands for, each once.
 
     Args:
-        given: a folder, searched with all its subfolders for files with a picture's suffix and sorted by name; a text
-            file (.txt) with a path or URL a line, in that order; one picture; or one URL. Paths are relative to the
+        given: a folder, searched with all its subfolders for files with an image's suffix and sorted by name; a text
+            file (.txt) with a path or URL a line, in that order; one image; or one URL. Paths are relative to the
             working directory; blank lines and blanks around a line do not count.
 
     Raises:
-        UsageError: there is nothing of that name, or no picture in it.
+        UsageError: there is nothing of that name, or no image in it.
     """
     if _URL.match(given):
         return [_source(given)]
     if os.path.isdir(given):
-        found = sorted(_pictures(given), key=lambda source: source.name)
-        nothing = f"no pictures in {given}: no file there ends in {', '.join(MEDIA_TYPES)}"
+        found = sorted(_images(given), key=lambda source: source.name)
+        nothing = f"no images in {given}: no file there ends in {', '.join(MEDIA_TYPES)}"
     elif not os.path.exists(given):
-        raise UsageError(f"no such folder, picture or list: {given}")
+        raise UsageError(f"no such folder, image or list: {given}")
     elif given.lower().endswith(".txt"):
         try:
             lines = Path(given).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
@@ -130,8 +130,8 @@ def _name(path: str) -> str:
     return path
 
 
-def _pictures(folder: str) -> Iterator[Source]:
-    """Files with a picture's suffix, hidden ones and hidden folders left out.
+def _images(folder: str) -> Iterator[Source]:
+    """Files with an image's suffix, hidden ones and hidden folders left out.
 
     A folder is searched once however many links lead to it, which also ends loops; under its own name, since links are
     followed after everything else.
@@ -147,7 +147,7 @@ def _pictures(folder: str) -> Iterator[Source]:
             seen.add((status.st_dev, status.st_ino))
             with os.scandir(folder) as entries:
                 names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
-        except OSError as error:  # a row of its own: the pictures in it must not be missing without a word
+        except OSError as error:  # a row of its own: the images in it must not be missing without a word
             yield Source(name=_name(folder), path=folder, fault=f"cannot list the folder: {error.strerror}")
             continue
         for name in names:

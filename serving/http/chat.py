@@ -81,7 +81,7 @@ async def _prepare(server: Server, raw: bytes) -> _Call:
         id=new_id("chatcmpl"),
         created=int(time.time()),
         model=model,
-        request=request.model_copy(update={"messages": []}),  # or their pictures stay in memory to the end
+        request=request.model_copy(update={"messages": []}),  # or their images stay in memory to the end
         prompt=prompt,
         params=params,
         segments=segments,

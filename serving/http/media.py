@@ -1,4 +1,4 @@
-"""Where the bytes of a picture or a film come from: http(s) URLs, data: URIs, and files under one allowed directory.
+"""Where the bytes of an image or a video come from: http(s) URLs, data: URIs, and files under one allowed directory.
 
 A client names what is fetched, so nothing here trusts a name. The address is checked where a socket is made for it, so
 the checked address is the dialled one whatever the URL spelt and whatever a resolver says the next time; every hop of a
@@ -78,7 +78,7 @@ class MediaPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """How a server deals with pictures and films.
+    """How a server deals with images and videos.
 
     Attributes:
         policy: what may be fetched.
@@ -131,7 +131,7 @@ async def open_session(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
-        auto_decompress=False,  # the byte limit counts what comes over the wire, and pictures are compressed already
+        auto_decompress=False,  # the byte limit counts what comes over the wire, and images are compressed already
         timeout=aiohttp.ClientTimeout(total=None),  # fetch has its own, over all hops
         headers={"Accept-Encoding": "identity", "User-Agent": f"omni-jax/{importlib.metadata.version('omni-jax')}"},
     ) as session:

@@ -45,7 +45,7 @@ _COUNTERS = (
     (
         "vllm:mm_cache_queries",
         "encoder_cache_queries",
-        "Times that features of a picture or film were needed.",
+        "Times that features of an image or video were needed.",
     ),
     ("vllm:mm_cache_hits", "encoder_cache_hits", "Times that they were there, or being computed already."),
     ("omni_jax:encoder_calls", "encoder_calls", "Calls of the vision tower."),
@@ -79,7 +79,7 @@ class _EngineCollector(Collector):
             finished.add_metric([self._model_name, reason], count)
         yield finished
         items = CounterMetricFamily(
-            "omni_jax:mm_items", "Pictures and films of requests.", labels=["model_name", "modality"]
+            "omni_jax:mm_items", "Images and videos of requests.", labels=["model_name", "modality"]
         )
         for modality, count in stats.mm_items.items():
             items.add_metric([self._model_name, modality], count)

@@ -1,4 +1,4 @@
-"""Conversations -> prompts: pictures and films are fetched, decoded and cut, then the chat template places them."""
+"""Conversations -> prompts: images and videos are fetched, decoded and cut, then the chat template places them."""
 
 import asyncio
 import dataclasses
@@ -71,7 +71,7 @@ def _wanted(server: Server, conversation: Conversation, vision: VisionInputs) ->
 def _checked(
     server: Server, part: MediaPart, of_request: Mapping[str, int | float], settings: VisionSettings
 ) -> MediaPart:
-    """The part with the options that hold for it, and with the frames of a film that came in one URI apart."""
+    """The part with the options that hold for it, and with the frames of a video that came in one URI apart."""
     where = f"{part.where}.mm_processor_kwargs"
     _check_allowed(server, part.options, where)
     known = [name for name in PROCESSOR_OPTIONS if part.modality == "video" or name.endswith("_pixels")]
@@ -106,9 +106,9 @@ def _check_bounds(part: MediaPart, settings: VisionSettings) -> None:
         raise InvalidRequest(f"num_frames is {count}, the server's bound is {settings.max_frames}")
     if isinstance(part.source, list):
         if (frames := len(part.source)) > settings.max_frames:
-            raise InvalidRequest(f"the film has {frames} frames or more, the server's bound is {settings.max_frames}")
+            raise InvalidRequest(f"the video has {frames} frames or more, the server's bound is {settings.max_frames}")
         if count:
-            raise InvalidRequest("num_frames is for film in a file; of a list of frames, all are taken")
+            raise InvalidRequest("num_frames is for video in a file; of a list of frames, all are taken")
 
 
 async def _load(server: Server, part: MediaPart, settings: VisionSettings, slots: asyncio.Semaphore) -> MediaItem:
@@ -122,7 +122,7 @@ async def _load(server: Server, part: MediaPart, settings: VisionSettings, slots
 
 
 async def _frames(server: Server, part: MediaPart, slots: asyncio.Semaphore) -> list[bytes]:
-    limit = left = server.media.policy.max_bytes  # a film is one item, however it comes
+    limit = left = server.media.policy.max_bytes  # a video is one item, however it comes
 
     async def frame(source: str, where: str) -> bytes:
         nonlocal left
@@ -131,7 +131,7 @@ async def _frames(server: Server, part: MediaPart, slots: asyncio.Semaphore) -> 
         left -= len(data)
         if left < 0:
             raise InvalidRequest(
-                f"{part.where}: the frames have more than the {limit} bytes that a film may have", param="messages"
+                f"{part.where}: the frames have more than the {limit} bytes that a video may have", param="messages"
             )
         return data
 

@@ -23,7 +23,7 @@ MAX_POLICY_SIZE = 16384  # characters of a segment policy as JSON; 64 named regi
 MAX_CACHE_SALT = 512  # characters
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
-# What a request may set of how its pictures and films are prepared -> the type of its value.
+# What a request may set of how its images and videos are prepared -> the type of its value.
 PROCESSOR_OPTIONS: dict[str, type] = {"min_pixels": int, "max_pixels": int, "fps": float, "num_frames": int}
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
@@ -178,7 +178,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _fields_can_be_had(self) -> Self:
         if self.mm_processor_kwargs:
-            raise InvalidRequest("mm_processor_kwargs belongs to a chat's pictures", param="mm_processor_kwargs")
+            raise InvalidRequest("mm_processor_kwargs belongs to a chat's images", param="mm_processor_kwargs")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequest(f"best_of other than n is not supported yet, got {self.best_of}", param="best_of")
         return self
@@ -444,5 +444,5 @@ class _Bounded(reprlib.Repr):
 
 
 def _shown(value: Any) -> str:
-    """A bounded picture of what a client sent."""
+    """A bounded image of what a client sent."""
     return _Bounded().repr(value)[:_ECHO_LIMIT]

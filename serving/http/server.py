@@ -57,7 +57,7 @@ def make_app(
         served_model_names: at least one; requests may use any of them.
         api_keys: any of them opens all routes; none leaves the server open.
         max_body_size: bytes of a request's body; a larger one gets a 413.
-        media: what pictures and films requests may have, and from where; by default MediaOptions().
+        media: what images and videos requests may have, and from where; by default MediaOptions().
         segments: how prompts are cut, and who may say so; by default SegmentOptions().
     """
     if not served_model_names:
@@ -180,20 +180,20 @@ def _figures(server: Server) -> web.Response:
             "waiting": stats.num_requests_waiting,
             "attention": {**server.engine.info.attention, "fallbacks": list(server.engine.info.attention_fallbacks)},
             **memory_figures(stats),
-            **_rows(server.engine),
+            **_replicas(server.engine),
             **summary,
             "segments": {**summary["segments"], "by_policy": server.cutter.counts()},
         }
     )
 
 
-def _rows(engine: "AsyncEngine") -> dict[str, Any]:
-    """Figures of each data row, where there are several."""
-    rows = engine.row_stats()
-    if len(rows) == 1:
+def _replicas(engine: "AsyncEngine") -> dict[str, Any]:
+    """Figures of each replica, where there are several."""
+    replicas = engine.replica_stats()
+    if len(replicas) == 1:
         return {}
     return {
-        "rows": [
+        "replicas": [
             {
                 "running": stats.num_requests_running,
                 "waiting": stats.num_requests_waiting,
@@ -201,7 +201,7 @@ def _rows(engine: "AsyncEngine") -> dict[str, Any]:
                 "generation_tokens": stats.generation_tokens,
                 **memory_figures(stats),
             }
-            for stats in rows
+            for stats in replicas
         ]
     }
 

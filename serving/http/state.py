@@ -30,9 +30,9 @@ class Server:
         max_body_size: bytes.
         metrics: what /metrics shows.
         cutter: cuts prompts into segments.
-        media: what may be fetched, and how many pictures and films a request may have.
+        media: what may be fetched, and how many images and videos a request may have.
         pool: threads for text work, which can take long for a long prompt and must not hold up the event loop.
-        media_pool: threads that decode pictures and films; text does not wait for them.
+        media_pool: threads that decode images and videos; text does not wait for them.
         created: Unix seconds of the start.
         draining: set on shutdown: no new requests.
         session: what media are fetched with, while the app runs.

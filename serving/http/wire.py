@@ -27,7 +27,7 @@ async def read_body(request: web.Request) -> bytes:
     limit = request.app[SERVER].max_body_size
     if (request.content_length or 0) > limit:  # known before a byte of it is read
         raise ApiError(413, f"the body has {request.content_length} bytes; this server accepts {limit}")
-    body = bytearray()  # not request.read(), which would hold the pictures in it as long as the answer takes
+    body = bytearray()  # not request.read(), which would hold the images in it as long as the answer takes
     async for piece in request.content.iter_any():
         body += piece
         if len(body) > limit:

@@ -9,7 +9,7 @@ from PIL import Image
 from benchmarks.rounds import Series, largest_gap_allowed, largest_slice, percentile
 from benchmarks.vision import case as vision_case
 from benchmarks.vision import gaps_case
-from benchmarks.vision import images as pictures
+from benchmarks.vision import images as image_files
 from benchmarks.vision import model as vision_model
 from benchmarks.vision import report as vision_report
 from benchmarks.vision.preparing import Preparer
@@ -46,13 +46,11 @@ class TestModel:
         assert (config.vision.depth, config.vision.hidden_size, config.vision.out_hidden_size) == (2, 32, 64)
         assert config.rope.sections == (2, 3, 3)
 
-    def test_has_a_slot_for_a_picture(self, toy):
+    def test_has_a_slot_for_a_image(self, toy):
         vision, settings = model_config(Checkpoint(toy).config).vision, VisionSettings.from_directory(toy)
-        picture = Image.new("RGB", (56, 84))
-        item = pack_image(picture, settings)
-        messages = [
-            {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "hello"}]}
-        ]
+        image = Image.new("RGB", (56, 84))
+        item = pack_image(image, settings)
+        messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "hello"}]}]
         prompt = chat_prompt(Tokenizer.from_directory(toy), vision, messages, [item])
         assert prompt.ids.count(vision.image_token_id) == item.num_tokens == 6
         assert [span.length for span in prompt.media] == [6]
@@ -63,22 +61,22 @@ class TestModel:
         assert 2 * sum(vision_model.MROPE_SECTION) == 1536 // vision_model.TEXT["num_attention_heads"]
 
 
-class TestPictures:
-    def test_files_are_pictures_of_their_size_and_not_alike(self, tmp_path):
-        one, other = pictures.write_jpegs(tmp_path, [(90, 60), (90, 60)])
+class TestImages:
+    def test_files_are_images_of_their_size_and_not_alike(self, tmp_path):
+        one, other = image_files.write_jpegs(tmp_path, [(90, 60), (90, 60)])
         with Image.open(one) as first, Image.open(other) as second:
             assert first.size == second.size == (90, 60)
             assert first.format == "JPEG"
             assert np.asarray(first).std() > 10
             assert not np.array_equal(first, second)
 
-    def test_the_same_seed_is_the_same_picture(self):
-        assert pictures.jpeg(40, 60, 7) == pictures.jpeg(40, 60, 7)
+    def test_the_same_seed_is_the_same_image(self):
+        assert image_files.jpeg(40, 60, 7) == image_files.jpeg(40, 60, 7)
 
 
 class TestPreparing:
     def test_ours_finds_the_patches_and_prepares_in_any_way(self, toy, tmp_path):
-        files = pictures.write_jpegs(tmp_path, [(90, 60), (56, 56)])
+        files = image_files.write_jpegs(tmp_path, [(90, 60), (56, 56)])
         contender = vision_case.preparer(toy)
         found = contender.open(files)["found"]
         assert [grid for grid, _ in found] == [[1, 4, 6], [1, 4, 4]]
@@ -90,19 +88,19 @@ class TestPreparing:
                 assert contender.prepare([0, 1, 0], decoded, threads)["seconds"] > 0
 
     def test_work_is_what_was_asked_for(self, tmp_path):
-        """Bytes are decoded each time, decoded pictures are not; each thread is set up once."""
-        files = pictures.write_jpegs(tmp_path, [(28, 28), (56, 28)])
+        """Bytes are decoded each time, decoded images are not; each thread is set up once."""
+        files = image_files.write_jpegs(tmp_path, [(28, 28), (56, 28)])
         calls = []
 
         def decode(data):
             calls.append("decode")
             return open_image(data)
 
-        def pack(picture):
-            calls.append(picture.size)
-            return picture
+        def pack(image):
+            calls.append(image.size)
+            return image
 
-        contender = Preparer({}, decode, pack, lambda picture: ([1], 0.0), in_thread=lambda: calls.append("thread"))
+        contender = Preparer({}, decode, pack, lambda image: ([1], 0.0), in_thread=lambda: calls.append("thread"))
         contender.open(files)
         calls.clear()
         contender.prepare([1, 0, 1], False, 1)
@@ -117,7 +115,7 @@ class TestPreparing:
 def test_the_tower_gives_the_same_features_every_time(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(vision_case.compat, "use_compilation_cache", lambda folder: None)
     grids = [(4, 6), (8, 8)]
-    files = pictures.write_patches(tmp_path, grids)
+    files = image_files.write_patches(tmp_path, grids)
     whole, sliced = vision_case.Tower(toy, layers_per_slice=2), vision_case.Tower(toy)
     opened = whole.open(files, grids)
     assert opened["buckets"] == [256, 256]
@@ -139,20 +137,20 @@ def contender():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return pictures.write_jpegs(tmp_path_factory.mktemp("pictures"), [(64, 80)] * 5)
+    return image_files.write_jpegs(tmp_path_factory.mktemp("images"), [(64, 80)] * 5)
 
 
 class TestGaps:
-    def test_a_stream_beside_pictures(self, contender, files):
+    def test_a_stream_beside_images(self, contender, files):
         contender.open(files)
         slices = contender.alone([0, 1])["slice_seconds"]
         assert [len(of_one) for of_one in slices] == [4, 4]  # patches to hidden states, three layers; not the merger
-        plain = contender.stream(tokens=60, pictures=[], after=4)
+        plain = contender.stream(tokens=60, images=[], after=4)
         assert len(plain["gaps"]) >= 59
         assert not any(plain["during"])
         assert plain["slice_seconds"] == ()
         assert len(plain["step_seconds"]) >= 60
-        beside = contender.stream(tokens=60, pictures=[2, 3, 4], after=4)
+        beside = contender.stream(tokens=60, images=[2, 3, 4], after=4)
         assert len(beside["gaps"]) == len(beside["during"]) >= 59
         assert any(beside["during"])
         assert not any(beside["during"][:3])
@@ -215,8 +213,8 @@ class TestReport:
     def test_the_largest_gap(self, most, reached):
         stream = {"gaps": [0.1] * 99, "during": [False] * 99, "step_seconds": [0.1], "slice_seconds": [], "others": 0.0}
         beside = stream | {"gaps": [0.1] * 98 + [most], "during": [False] * 98 + [True], "slice_seconds": [2.5]}
-        beside |= {"first_token_seconds": [1.0], "pictures_seconds": 2.0, "compiles_after_warmup": 0}
-        part = {"contenders": [], "missing": [], "plain": stream, "pictures": beside, "size": (9, 9)}
+        beside |= {"first_token_seconds": [1.0], "images_seconds": 2.0, "compiles_after_warmup": 0}
+        part = {"contenders": [], "missing": [], "plain": stream, "images": beside, "size": (9, 9)}
         part |= {"step_seconds": 0.1, "slice_seconds": 2.0, "allowed": 3.1, "allowed_beside": 3.85}
         part |= {"alone": {"slice_seconds": [[2.0]]}}
         document = self.document(gaps=part)

@@ -111,7 +111,7 @@ def decode(rows: int, context: int = 0) -> StepShape:
     return StepShape(kind="decode", size=rows, rows=rows, tokens=rows, context=context, attended=context)
 
 
-def picture(patches: int) -> StepShape:
+def image(patches: int) -> StepShape:
     return StepShape(kind="encode", size=patches, rows=1, tokens=patches, context=0, attended=patches**2)
 
 
@@ -300,7 +300,7 @@ def test_one_all_reduce_by_hand():
     assert Roofline(sizes=SIZES_VL, gpu=GPUS["h100"]).all_reduce_seconds(8 << 20) == 0.0
 
 
-def test_a_picture_by_hand():
+def test_an_image_by_hand():
     """4,096 patches on an A100; windows make the attention of 28 of 32 layers 64 times smaller."""
     whole, windowed = (ModelSizes.from_config(config) for config in (QWEN2_VL_7B, QWEN25_VL_7B))
     seconds = Roofline(sizes=whole, gpu=GPUS["a100"], **IDEAL).encode_seconds(4096)
@@ -309,8 +309,8 @@ def test_a_picture_by_hand():
     seconds = Roofline(sizes=windowed, gpu=GPUS["a100"], **IDEAL).encode_seconds(4096)
     attention = 4 * 1280 * (4 * 4096**2 + 28 * 4096 * 64)
     assert seconds == pytest.approx((4096 * windowed.vision.flops_per_patch + attention) / 312e12)
-    # A small picture is bound by reading the tower's weights.
-    compute, memory, _ = Roofline(sizes=whole, gpu=GPUS["a100"], **IDEAL).times(picture(64))
+    # A small image is bound by reading the tower's weights.
+    compute, memory, _ = Roofline(sizes=whole, gpu=GPUS["a100"], **IDEAL).times(image(64))
     assert memory == pytest.approx(2 * 675.76e6 / 2.039e12, rel=1e-4)
     assert memory > compute
 
@@ -360,6 +360,6 @@ def test_bad_arguments_are_named(options, message):
         Roofline(sizes=SIZES_VL, gpu=GPUS["a100"], **options)
 
 
-def test_a_text_model_encodes_no_pictures():
+def test_a_text_model_encodes_no_images():
     with pytest.raises(ValueError, match="no vision tower"):
         Roofline(sizes=ModelSizes.from_config(QWEN2_7B), gpu=GPUS["a100"]).encode_seconds(64)

@@ -1,4 +1,4 @@
-"""Two data rows of two virtual devices behind one front; run by test_rows.py."""
+"""Two replicas of two virtual devices behind one front; run by test_replicas.py."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ LOADED = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def rows():
-    """What each row loads is compiled once, and its device state is fresh for each engine."""
+def replicas():
+    """What each replica loads is compiled once, and its device state is fresh for each engine."""
     config = SETUP.config(checkpoint(SETUP.variant), **MESH)
     buckets = Buckets(decode=SETUP.decode, mixed=SETUP.mixed)
     with (
@@ -37,14 +37,14 @@ def rows():
         mock.patch.object(loading, "default_buckets", return_value=buckets),
         mock.patch.object(runner_module, "VARIANTS", SETUP.heads),
     ):
-        for row in range(2):
-            LOADED[row] = loading.load(config, None, row)
+        for replica in range(2):
+            LOADED[replica] = loading.load(config, None, replica)
 
     one_device()  # compiled here, for compilations are counted
 
-    def again(config, progress, row):
-        LOADED[row].runner.reset()
-        return LOADED[row]
+    def again(config, progress, replica):
+        LOADED[replica].runner.reset()
+        return LOADED[replica]
 
     with mock.patch.object(engine_module, "load", side_effect=again):
         yield LOADED
@@ -74,16 +74,16 @@ def one_device():
     return compile_tiny(SETUP)
 
 
-def devices(row):
-    return {device for array in jax.tree.leaves(LOADED[row].runner._pool) for device in array.sharding.device_set}
+def devices(replica):
+    return {device for array in jax.tree.leaves(LOADED[replica].runner._pool) for device in array.sharding.device_set}
 
 
 def test_rows_have_devices_of_their_own():
-    for row in range(2):
-        LOADED[row].runner.reset()
-        assert devices(row) == set(jax.devices()[2 * row : 2 * row + 2])
-        weights = LOADED[row].runner._weights
-        assert {d for leaf in weights.arrays for d in leaf.sharding.device_set} == devices(row)
+    for replica in range(2):
+        LOADED[replica].runner.reset()
+        assert devices(replica) == set(jax.devices()[2 * replica : 2 * replica + 2])
+        weights = LOADED[replica].runner._weights
+        assert {d for leaf in weights.arrays for d in leaf.sharding.device_set} == devices(replica)
 
 
 async def test_answers_are_those_of_one_row_and_both_rows_work():
@@ -93,7 +93,7 @@ async def test_answers_are_those_of_one_row_and_both_rows_work():
         answers = await asyncio.gather(*map(collect, streams))
         assert {(item.id, 0): a[0].tokens for item, a in zip(items, answers, strict=True)} == expected(items)
         await idle(engine)
-        each, both = engine.row_stats(), engine.stats()
+        each, both = engine.replica_stats(), engine.stats()
         assert all(stats.steps > 0 and stats.generation_tokens > 0 for stats in each)
         assert both.generation_tokens == sum(stats.generation_tokens for stats in each) == 200
         assert both.requests_finished["length"] == 10
@@ -105,16 +105,16 @@ async def test_answers_are_those_of_one_row_and_both_rows_work():
 async def test_requests_with_a_known_beginning_go_to_the_row_that_has_it():
     beginning = tiny.prompt(64)
     async with started() as engine:
-        for n in range(2):  # one for each row
+        for n in range(2):  # one for each replica
             streams = [engine.submit(request(f"{n} {k}", [5 + k, *beginning], greedy(max_tokens=4))) for k in range(2)]
             await asyncio.gather(*map(collect, streams))
             if not n:
-                assert [stats.requests_finished["length"] for stats in engine.row_stats()] == [1, 1]
-        assert [stats.prefix_hits["text"] for stats in engine.row_stats()] == [64, 64]
-        before = [stats.requests_finished["length"] for stats in engine.row_stats()]
+                assert [stats.requests_finished["length"] for stats in engine.replica_stats()] == [1, 1]
+        assert [stats.prefix_hits["text"] for stats in engine.replica_stats()] == [64, 64]
+        before = [stats.requests_finished["length"] for stats in engine.replica_stats()]
         for k in range(3):
             await collect(engine.submit(request(f"more {k}", [6, *beginning, 9 + k], greedy(max_tokens=4))))
-        after = [stats.requests_finished["length"] for stats in engine.row_stats()]
+        after = [stats.requests_finished["length"] for stats in engine.replica_stats()]
         assert [new - old for new, old in zip(after, before, strict=True)] == [0, 3]
 
 
@@ -130,7 +130,7 @@ async def test_new_beginnings_go_to_the_row_that_has_least():
 
 
 async def test_a_long_prompt_does_not_keep_everybody_from_its_row():
-    """What is generated counts beside prompts: chats of few tokens would else all go to the other row."""
+    """What is generated counts beside prompts: chats of few tokens would else all go to the other replica."""
     async with started() as engine:
         first = engine.submit(request("long", tiny.prompt(100), greedy(max_tokens=4)))
         chats = [engine.submit(request(f"chat {n}", [9 + n], greedy(max_tokens=30))) for n in range(12)]
@@ -140,14 +140,14 @@ async def test_a_long_prompt_does_not_keep_everybody_from_its_row():
 
 
 def test_seeds_do_not_depend_on_the_row():
-    """A request without a seed draws it before it is given to a row."""
+    """A request without a seed draws it before it is given to a replica."""
     sampled = dataclasses.replace(greedy(max_tokens=8), temperature=1.0)
     prompts = [list(item.prompt_ids) for item in requests(6)]
     answers = []
     for turn in range(2):
         llm = LLM(checkpoint(SETUP.variant), **MESH, seed=11)
-        if turn:  # the rows change places
-            llm.engine._front._loads[llm.engine._front.rows[0]] = 1
+        if turn:  # the replicas change places
+            llm.engine._front._loads[llm.engine._front.replicas[0]] = 1
         answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, sampled)])
         llm.engine.close()
     assert answers[0] == answers[1]
@@ -162,7 +162,7 @@ def test_llm_does_not_hand_out_half_of_what_was_asked_for():
     llm = LLM(checkpoint(SETUP.variant), **MESH)
     with (
         mock.patch.dict(executables, {key: broken for key in executables if key[0] in ("mixed", "decode")}),
-        pytest.raises(EngineError, match="data row 1: the engine has stopped"),
+        pytest.raises(EngineError, match="replica 1: the engine has stopped"),
     ):
         llm.generate([list(item.prompt_ids) for item in requests(6)], greedy(max_tokens=20))
     llm.engine.close()
@@ -201,23 +201,23 @@ async def test_a_row_that_dies_ends_its_own_requests_and_health_names_it():
             answers = await asyncio.gather(*[collect(engine.submit(item)) for item in items])
         ends = [answer[0].finish_reason for answer in answers]
         assert sorted(set(ends)) == ["error", "length"]
-        with pytest.raises(EngineError, match="data row 1: the engine has stopped: 2 steps in a row failed"):
+        with pytest.raises(EngineError, match="replica 1: the engine has stopped: 2 steps in a row failed"):
             engine.check_health()
         more = await asyncio.gather(
             *[collect(engine.submit(dataclasses.replace(item, id=f"again {item.id}"))) for item in items]
         )
         assert {(item.id, 0): answer[0].tokens for item, answer in zip(items, more, strict=True)} == expected(items)
-        await idle_row(engine, 0)
-        assert engine._front._loads[engine._front.rows[0]] == 0
+        await idle_replica(engine, 0)
+        assert engine._front._loads[engine._front.replicas[0]] == 0
 
 
-async def idle_row(engine, row):
-    while (stats := engine.row_stats()[row]).num_requests_running or stats.num_requests_waiting:
+async def idle_replica(engine, replica):
+    while (stats := engine.replica_stats()[replica]).num_requests_running or stats.num_requests_waiting:
         await asyncio.sleep(0.005)
 
 
 async def test_a_row_that_cannot_start_stops_all():
-    def fails(config, progress, row):
+    def fails(config, progress, replica):
         if row:
             raise ValueError("no room for a KV cache")
         return LOADED[0]
@@ -240,7 +240,7 @@ def test_llm_answers_in_order_over_two_rows():
     outputs = llm.generate([list(item.prompt_ids) for item in items], greedy(max_tokens=20))
     found = {(item.id, 0): list(output.outputs[0].token_ids) for item, output in zip(items, outputs, strict=True)}
     assert found == expected(items)
-    assert all(stats.steps > 0 for stats in llm.engine.row_stats())
+    assert all(stats.steps > 0 for stats in llm.engine.replica_stats())
     stream = llm.stream("hello", greedy(max_tokens=400))
     next(stream)
     stream.close()

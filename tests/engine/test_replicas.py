@@ -1,4 +1,4 @@
-"""Data rows: what is told of them, what is refused, and everything of on_eight_devices.py."""
+"""Replicas: what is told of them, what is refused, and everything of on_eight_devices.py."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pictures and film through the whole engine, against transformers: the same tokens, however the work is cut up."""
+"""Images and video through the whole engine, against transformers: the same tokens, however the work is cut up."""
 
 import dataclasses
 import functools
@@ -28,15 +28,15 @@ def golden(family):
 
 
 def packed(item, settings):
-    if isinstance(item, tiny_vl.Picture):
+    if isinstance(item, tiny_vl.ImageItem):
         return pack_image(Image.fromarray(item.array()), settings)
     images = [Image.fromarray(frame) for frame in item.arrays()]
     return pack_video(Frames(images=images, seconds_per_frame=1 / item.fps), settings)
 
 
 def seen(item):
-    """The content part of a picture or film."""
-    if isinstance(item, tiny_vl.Picture):
+    """The content part of an image or video."""
+    if isinstance(item, tiny_vl.ImageItem):
         return {"type": "image", "image": item.array()}
     return {"type": "video", "video": item.arrays()}
 
@@ -56,8 +56,8 @@ def nnx_decoder(loaded):
     return decoder.merge(decoder.leaves)
 
 
-def picture_case(*pictures, text="What is this?"):
-    return tiny_vl.Case(turns=(("user", (*pictures, text)),))
+def image_case(*images, text="What is this?"):
+    return tiny_vl.Case(turns=(("user", (*images, text)),))
 
 
 @pytest.mark.parametrize("family", tiny_vl.FAMILIES)
@@ -76,7 +76,7 @@ class TestEqualsTransformers:
             assert found.position_delta == expected["delta"], name
 
     def test_tower(self, family):
-        """All pictures of a case at once, packed one after another."""
+        """All images of a case at once, packed one after another."""
         loaded = load_tiny(family)
         for name, expected in golden(family).items():
             engine = make_engine(loaded)
@@ -158,13 +158,13 @@ class TestHoweverTheWorkIsCutUp:
         loaded = load_tiny(self.family)
         texts = [request(f"text{n}", n) for n in (1, 17, 150)]
         expected = {item.id: alone(loaded, item).tokens for item in texts}
-        pictures = [asked(loaded, name, name=name) for name in CASES]
-        answers = run(make_engine(loaded), texts[0], *pictures[:3], texts[1], *pictures[3:], texts[2])
+        images_asked = [asked(loaded, name, name=name) for name in CASES]
+        answers = run(make_engine(loaded), texts[0], *images_asked[:3], texts[1], *images_asked[3:], texts[2])
         self.check(answers, CASES)
         for name, tokens in expected.items():
             assert answers[name, 0].tokens == tokens
 
-    def test_mr_01_sch_02_chunks_of_16_across_the_edges_of_pictures(self):
+    def test_mr_01_sch_02_chunks_of_16_across_the_edges_of_images(self):
         loaded = load_tiny(self.family)
         engine = make_engine(loaded, max_num_batched_tokens=16)
         self.check(run(engine, *(asked(loaded, name, name=name) for name in CASES)), CASES)
@@ -179,12 +179,12 @@ class TestHoweverTheWorkIsCutUp:
         assert engine.stats().num_preemptions > 0
         self.check(answers, names)
 
-    def test_with_room_for_one_picture_at_a_time(self):
+    def test_with_room_for_one_image_at_a_time(self):
         loaded = load_tiny(self.family)
         engine = make_engine(loaded, encoder_cache_tokens=48)
         self.check(run(engine, *(asked(loaded, name, name=name) for name in CASES)), CASES)
 
-    def test_a_failed_step_while_pictures_are_encoded(self, monkeypatch):
+    def test_a_failed_step_while_images_askedare_encoded(self, monkeypatch):
         loaded = load_tiny(self.family)
         engine = make_engine(loaded)
         real, calls = loaded.runner.encoder.advance, []
@@ -210,13 +210,13 @@ def test_more_layers_in_a_slice(layers):
 
 
 def test_a_hundred_sizes_compile_nothing():
-    """No picture is resized to fit a compiled size, and none makes a new one necessary."""
+    """No image is resized to fit a compiled size, and none makes a new one necessary."""
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded)
     sizes = [(rows, cols) for rows in range(16, 136, 8) for cols in range(16, 80, 8) if rows * cols <= 8192][:100]
     assert len(sizes) == 100
     before = engine.stats()
-    cases = [picture_case(tiny_vl.Picture(rows=rows, cols=cols, seed=rows)) for rows, cols in sizes]
+    cases = [image_case(tiny_vl.ImageItem(rows=rows, cols=cols, seed=rows)) for rows, cols in sizes]
     params = greedy(max_tokens=2)
     run(engine, *(asked(loaded, case, name=str(i), params=params) for i, case in enumerate(cases)))
     after = engine.stats()
@@ -226,7 +226,7 @@ def test_a_hundred_sizes_compile_nothing():
     assert after.mm_items == {"image": 100, "video": 0}
 
 
-def test_the_same_picture_is_encoded_once_for_all():
+def test_the_same_image_is_encoded_once_for_all():
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded)
     before = engine.stats().encoder_patches
@@ -236,10 +236,10 @@ def test_the_same_picture_is_encoded_once_for_all():
     assert engine.stats().encoder_cache_hits == 4
 
 
-def test_mm_10_swapping_pictures_swaps_what_is_seen_and_nothing_else():
+def test_mm_10_swapping_images_askedswaps_what_is_seen_and_nothing_else():
     loaded = load_tiny("qwen2_vl")
-    one, other = tiny_vl.Picture(rows=24, cols=24, seed=1), tiny_vl.Picture(rows=24, cols=24, seed=2)
-    there, back = (asked(loaded, picture_case(*pair)) for pair in ((one, other), (other, one)))
+    one, other = tiny_vl.ImageItem(rows=24, cols=24, seed=1), tiny_vl.ImageItem(rows=24, cols=24, seed=2)
+    there, back = (asked(loaded, image_case(*pair)) for pair in ((one, other), (other, one)))
     assert there.prompt_ids == back.prompt_ids
     assert [span.key for span in there.media] == [span.key for span in back.media][::-1]
     assert alone(loaded, there).tokens != alone(loaded, back).tokens
@@ -255,8 +255,8 @@ class TestRefused:
             engine.add(item)
         assert not engine.has_work
 
-    def test_mm_07_a_picture_larger_than_the_encoder_cache(self, loaded):
-        large = picture_case(tiny_vl.Picture(rows=80, cols=96, seed=1))
+    def test_mm_07_a_image_larger_than_the_encoder_cache(self, loaded):
+        large = image_case(tiny_vl.ImageItem(rows=80, cols=96, seed=1))
         engine = make_engine(loaded, encoder_cache_tokens=64)
         self.refused(engine, asked(loaded, large), "120 tokens is larger than the encoder cache, which holds 64")
         assert (
@@ -271,7 +271,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         "token", [tiny_vl.tokenizer().token_to_id(f"<|{kind}_pad|>") for kind in ("image", "video")]
     )
-    def test_tok_04_a_placeholder_without_a_picture(self, loaded, token):
+    def test_tok_04_a_placeholder_without_a_image(self, loaded, token):
         engine = make_engine(loaded)
         self.refused(engine, request("a", [5, token, 6]), "placeholder")
         item = asked(loaded, "one_image")
@@ -280,12 +280,12 @@ class TestRefused:
         )
         self.refused(engine, dataclasses.replace(item, media=()), "placeholder")
 
-    def test_a_picture_that_stands_elsewhere(self, loaded):
+    def test_an_image_that_stands_elsewhere(self, loaded):
         item = asked(loaded, "one_image")
         moved = dataclasses.replace(item.media[0], start=item.media[0].start + 1)
         self.refused(make_engine(loaded), dataclasses.replace(item, media=(moved,)), "in place of 35 placeholders")
 
-    def test_pictures_for_a_model_of_text(self, loaded):
+    def test_images_askedfor_a_model_of_text(self, loaded):
         text = load_tiny("main")
         item = asked(loaded, "one_image")
         self.refused(make_engine(text), dataclasses.replace(item, prompt_ids=(3,) * len(item.prompt_ids)), "text only")
@@ -304,10 +304,10 @@ def test_an_abort_frees_what_was_being_encoded():
 
 def test_llm_takes_pillow_images_arrays_files_and_frames(tmp_path):
     loaded = load_tiny("qwen2_vl")
-    picture = tiny_vl.CASES["one_image"].items[0]
-    path = tmp_path / "picture.png"
-    Image.fromarray(picture.array()).save(path)
-    sources = [Image.fromarray(picture.array()), picture.array(), path, str(path), path.read_bytes()]
+    image = tiny_vl.CASES["one_image"].items[0]
+    path = tmp_path / "image.png"
+    Image.fromarray(image.array()).save(path)
+    sources = [Image.fromarray(image.array()), image.array(), path, str(path), path.read_bytes()]
     with sharing(loaded) as model_dir:
         llm = LLM(model_dir)
     params = greedy(max_tokens=32)
@@ -315,8 +315,8 @@ def test_llm_takes_pillow_images_arrays_files_and_frames(tmp_path):
         messages = tiny_vl.CASES["one_image"].messages(lambda item, source=source: {"type": "image", "image": source})
         [output] = llm.chat(messages, params)
         assert list(output.outputs[0].token_ids) == golden("qwen2_vl")["one_image"]["tokens"].tolist()
-    film = tiny_vl.CASES["video"].items[0]
-    frames = [Image.fromarray(frame) for frame in film.arrays()]
+    video = tiny_vl.CASES["video"].items[0]
+    frames = [Image.fromarray(frame) for frame in video.arrays()]
     messages = tiny_vl.CASES["video"].messages(lambda item: {"type": "video", "video": frames})
     [output] = llm.chat(messages, params)
     assert list(output.outputs[0].token_ids) == golden("qwen2_vl")["video"]["tokens"].tolist()

@@ -5,7 +5,7 @@
 
 Each <family>.npz holds, for each case of tests.tiny_vl.CASES, under "<case>/":
     ids         int16   [T]             the prompt, a placeholder for each feature
-    grids       int32   [items, 3]      (steps, rows, columns) of patches of each picture or film, in order
+    grids       int32   [items, 3]      (steps, rows, columns) of patches of each image or video, in order
     features    float32 [F, hidden]     what the tower gives for them, one after another in the same order
     embed_rows  int32   [rows]          places in the prompt: the ends of each run of placeholders, and their neighbours
     embeds      float32 [rows, hidden]  what the first text layer reads there, features in place of placeholders
@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from tests import tiny_vl  # noqa: E402
 from tests.goldens import make as text  # noqa: E402
-from tests.tiny_vl import Case, Film, Picture  # noqa: E402
+from tests.tiny_vl import Case, ImageItem, VideoItem  # noqa: E402
 
 GREEDY_TOKENS = 32
 MODALITIES = {"text": 0, "image": 1, "video": 2}  # transformers' mm_token_type_ids
@@ -121,17 +121,17 @@ def _model_inputs(torch, model, processor, case: Case) -> dict:
         if items:
             inputs[pixels] = torch.from_numpy(np.concatenate([_patches(processor, item) for item in items]))
             inputs[grid] = torch.tensor([item.grid for item in items])
-    films = [item for item in case.items if item.modality == "video"]
-    if films and hasattr(model.config.vision_config, "tokens_per_second"):
-        inputs["second_per_grid_ts"] = torch.tensor([film.seconds_per_grid for film in films])
+    videos = [item for item in case.items if item.modality == "video"]
+    if videos and hasattr(model.config.vision_config, "tokens_per_second"):
+        inputs["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in videos])
     return inputs
 
 
-def _patches(processor, item: Picture | Film) -> np.ndarray:
+def _patches(processor, item: ImageItem | VideoItem) -> np.ndarray:
     """float32 [patches, channels * frames * patch * patch] by transformers' image processor.
 
-    Its video processor needs torchvision, so a step of a film is put together of its frames' patches: in each patch of
-    a still picture the image stands once for every frame of the step.
+    Its video processor needs torchvision, so a step of a video is put together of its frames' patches: in each patch of
+    a still image the image stands once for every frame of the step.
     """
     from PIL import Image
 
@@ -151,7 +151,7 @@ def _patches(processor, item: Picture | Film) -> np.ndarray:
 
 
 def _features(torch, model, case: Case, inputs: dict):
-    """[tokens, hidden] of all pictures and films, in the prompt's order; pictures go through the tower together."""
+    """[tokens, hidden] of all images and videos, in the prompt's order; images go through the tower together."""
     queues = {"image": iter(()), "video": iter(())}
     if "pixel_values" in inputs:
         made = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
@@ -180,7 +180,7 @@ def _greedy(torch, model, embeds, positions):
 
 
 def _check_against_whole_model(torch, model, name: str, inputs: dict, first: np.ndarray, tokens: list[int]) -> None:
-    """transformers' own way through pictures, positions and cache gives the same as the steps taken here."""
+    """transformers' own way through images, positions and cache gives the same as the steps taken here."""
     attention_mask = torch.ones_like(inputs["input_ids"])
     whole = model(**inputs, attention_mask=attention_mask).logits[0, -1].numpy()
     if not np.allclose(whole, first, rtol=text.TOLERANCE, atol=text.TOLERANCE):

@@ -41,7 +41,7 @@ FAMILIES = pytest.mark.parametrize("family", tiny_vl.FAMILIES)
 
 
 @FAMILIES
-def test_vision_goldens_were_made_from_these_weights_and_pictures(family):
+def test_vision_goldens_were_made_from_these_weights_and_images(family):
     assert str(make.load(family)["weights_sha256"]) == make_vl.weights_digest(family), (
         f"tests/tiny_vl.py or numpy's bit stream changed since {family}.npz was made: run make_vl.py again"
     )
@@ -79,7 +79,7 @@ def test_vision_output_is_varied(family):
 
 @FAMILIES
 def test_text_goes_on_behind_the_largest_position_of_what_is_seen(family):
-    # Where a film has more temporal positions than its frames have rows and columns, transformers 4 goes on
+    # Where a video has more temporal positions than its frames have rows and columns, transformers 4 goes on
     # behind the last temporal position, transformers 5.24 behind the larger side, back in time. No golden hangs on it.
     for golden in make_vl.load_vl(family).values():
         positions, seen = golden["positions"], golden["ids"] >= 510

@@ -1,4 +1,4 @@
-"""Makes mrope.json: rotary positions of random mixes of text, pictures and film, by transformers' get_rope_index.
+"""Makes mrope.json: rotary positions of random mixes of text, images and video, by transformers' get_rope_index.
 
 Run it with an interpreter that has torch and transformers (5.24 made the file); the tests only read the file.
 """
@@ -17,7 +17,7 @@ FPS = (0.6, 1.0, 1.5, 2.0, 3.0, 24.0, 30000 / 1001, 30.0)  # a third of a second
 
 
 def case(rng: random.Random) -> dict:
-    """One mix. A part is a number of text tokens, or the grid of a picture, or the grid of a film and its fps."""
+    """One mix. A part is a number of text tokens, or the grid of an image, or the grid of a video and its fps."""
     model, tokens_per_second = rng.choice(sorted(MODELS)), rng.choice((2, 4, 25))
     parts, kinds, grids, seconds = [], [], {1: [], 2: []}, []
     for _ in range(rng.randint(1, 4)):

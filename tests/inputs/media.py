@@ -1,4 +1,4 @@
-"""Pictures and films for tests, made here, and settings to read them with."""
+"""Images and videos for tests, made here, and settings to read them with."""
 
 import io
 import subprocess
@@ -50,7 +50,7 @@ def settings(**changes) -> VisionSettings:
 
 def vision_config(tokenizer: Tokenizer, **changes) -> VisionConfig:
     """Of a model that reads what these settings make; its placeholders are the tokenizer's."""
-    image, film = (tokenizer.encode(token)[0] for token in ("<|image_pad|>", "<|video_pad|>"))
+    image, video = (tokenizer.encode(token)[0] for token in ("<|image_pad|>", "<|video_pad|>"))
     values = {
         "depth": 2,
         "hidden_size": 32,
@@ -67,7 +67,7 @@ def vision_config(tokenizer: Tokenizer, **changes) -> VisionConfig:
         "full_attention_layers": (0, 1),
         "tokens_per_second": None,
         "image_token_id": image,
-        "video_token_id": film,
+        "video_token_id": video,
     }
     return VisionConfig(**values | changes)
 
@@ -79,7 +79,7 @@ def noise(width: int, height: int, *, seed: int = 0, channels: int = 3) -> np.nd
     return np.stack(planes, axis=-1).astype(np.uint8)
 
 
-def picture(width: int, height: int, *, seed: int = 0) -> Image.Image:
+def make_image(width: int, height: int, *, seed: int = 0) -> Image.Image:
     return Image.fromarray(noise(width, height, seed=seed))
 
 
@@ -100,16 +100,16 @@ def clip(
     container: dict[str, str] | None = None,
     times=None,
     images=None,
-    title: str = "film",
+    title: str = "video",
     file: Path | None = None,
     **options: str,
 ) -> bytes:
-    """A film of `frames` different frames of (width, height) `size`, or of `images`. `times` are milliseconds; `file`
+    """A video of `frames` different frames of (width, height) `size`, or of `images`. `times` are milliseconds; `file`
     is where it is put together, where memory will not do."""
     stream = io.BytesIO()
-    with av.open(file or stream, "w", format=format, container_options=container or {}) as film:
-        film.metadata["title"] = title
-        track = film.add_stream(codec, rate=rate, options={name.replace("_", "-"): v for name, v in options.items()})
+    with av.open(file or stream, "w", format=format, container_options=container or {}) as video:
+        video.metadata["title"] = title
+        track = video.add_stream(codec, rate=rate, options={name.replace("_", "-"): v for name, v in options.items()})
         track.width, track.height, track.pix_fmt = *size, pix_fmt
         for i in range(frames):
             array = noise(*size, seed=i) if images is None else images[i]
@@ -117,16 +117,16 @@ def clip(
             if times is not None:
                 frame.pts, frame.time_base = times[i], Fraction(1, 1000)
             for packet in track.encode(frame):
-                film.mux(packet)
+                video.mux(packet)
         for packet in track.encode():
-            film.mux(packet)
+            video.mux(packet)
     return file.read_bytes() if file else stream.getvalue()
 
 
 def all_frames(data: bytes) -> list[np.ndarray]:
-    """Every frame of a film, decoded from its beginning to its end: what taking some of them is compared with."""
-    with av.open(io.BytesIO(data)) as film:
-        return [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+    """Every frame of a video, decoded from its beginning to its end: what taking some of them is compared with."""
+    with av.open(io.BytesIO(data)) as video:
+        return [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
 
 
 _GROWTH = """
@@ -140,7 +140,7 @@ def high_water():  # MB; getrusage would count what the parent had
     return [int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
 
 settings = media.settings()
-open_image(media.encoded(media.picture(64, 64)))
+open_image(media.encoded(media.make_image(64, 64)))
 decode_video(media.clip(4), settings)
 for file in sys.argv[1:]:
     data = open(file, "rb").read()

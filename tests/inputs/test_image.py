@@ -1,4 +1,4 @@
-"""Pictures: what is read and refused, and that patches are those of transformers' processor."""
+"""Images: what is read and refused, and that patches are those of transformers' processor."""
 
 import dataclasses
 import io
@@ -27,7 +27,7 @@ from omni_jax.inputs.image import (
 )
 from omni_jax.requests import InvalidRequest
 from tests.inputs import media
-from tests.inputs.media import encoded, memory_growth, picture
+from tests.inputs.media import encoded, make_image, memory_growth
 
 SETTINGS = media.settings()
 
@@ -52,7 +52,7 @@ SIZES += [(640, 480), (1003, 1001), (1001, 1003), (1280, 800), (13, 1500), (2000
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_mm_04_patches_are_transformers(width, height):
-    image = picture(width, height, seed=width)
+    image = make_image(width, height, seed=width)
     item = pack_image(image, SETTINGS)
     assert_packed_like(item, processor()(images=[image], return_tensors="np"))
     assert item.patches.dtype == np.uint8
@@ -67,7 +67,7 @@ def test_mm_04_patches_are_transformers(width, height):
 @hypothesis_settings(max_examples=40, deadline=None)
 def test_patches_are_transformers_within_any_bounds(width, height, low, more):
     bounds = {"shortest_edge": low, "longest_edge": low + more + 784}
-    image = picture(width, height)
+    image = make_image(width, height)
     changes = {"min_pixels": low, "max_pixels": low + more + 784}
     try:
         expected = processor(**bounds)(images=[image], return_tensors="np")
@@ -82,7 +82,7 @@ def test_patches_are_transformers_within_any_bounds(width, height, low, more):
 @pytest.mark.parametrize(("width", "height"), [(28, 5628), (5628, 28), (1, 201), (4000, 3)])
 def test_mm_04_too_narrow_a_strip(width, height):
     with pytest.raises(InvalidRequest, match=f"is {width} x {height} pixels, one side .* times the other") as caught:
-        pack_image(picture(width, height), SETTINGS)
+        pack_image(make_image(width, height), SETTINGS)
     assert caught.value.param == "messages"
 
 
@@ -107,9 +107,9 @@ def test_the_bound_that_sizes_are_compiled_for_holds(height, width, low, more):
 
 
 def test_bounds_of_a_request():
-    image = picture(448, 448)
+    image = make_image(448, 448)
     assert pack_image(image, SETTINGS, max_pixels=50176).grid == (1, 16, 16)
-    assert pack_image(picture(28, 28), SETTINGS, min_pixels=50176).grid == (1, 16, 16)
+    assert pack_image(make_image(28, 28), SETTINGS, min_pixels=50176).grid == (1, 16, 16)
     assert pack_image(image, SETTINGS, max_pixels=1000).grid == (1, 2, 2)  # less than the settings' own min_pixels
     for bounds, message in (
         ({"max_pixels": 2_000_000}, "max_pixels is 2,000,000, the server's bound is 1,003,520"),
@@ -150,7 +150,7 @@ def test_mm_01_orientation(orientation, format):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about what it finds in there
 @pytest.mark.parametrize("exif", [b"Exif\0\0junk", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff"])
 def test_orientation_that_cannot_be_read_is_none(exif):
-    data = encoded(picture(32, 32), "JPEG", exif=exif)
+    data = encoded(make_image(32, 32), "JPEG", exif=exif)
     assert np.array_equal(np.asarray(to_rgb(open_image(data))), np.asarray(Image.open(io.BytesIO(data))))
 
 
@@ -238,7 +238,7 @@ def test_mm_02_sixteen_bits():
         np.testing.assert_array_equal(np.asarray(to_rgb(image))[..., 2], grey)
 
 
-def test_mm_02_the_same_picture_in_every_mode():
+def test_mm_02_the_same_image_in_every_mode():
     grey = np.repeat(media.noise(64, 64, channels=1), 3, axis=2)
     ramp = Image.fromarray(np.repeat(np.arange(64, dtype=np.uint8)[None, :, None].repeat(64, 0) * 4, 3, axis=2))
     for image in (Image.fromarray(grey), ramp):
@@ -267,7 +267,7 @@ def test_modes_without_colours_to_show():
         pack_image(Image.new("RGB", (0, 5)), SETTINGS)
 
 
-def test_the_callers_picture_stays_as_it_was():
+def test_the_callers_image_stays_as_it_was():
     image = half_transparent()
     image.info["transparency"] = 3
     before = image.tobytes(), dict(image.info), image.mode
@@ -282,7 +282,7 @@ def test_sources_a_program_has():
     np.testing.assert_array_equal(np.asarray(as_image(array[..., :1])), array[..., 0])
     assert as_image(np.zeros((4, 4, 4), np.uint8)).mode == "RGBA"
     for bad in (array.astype(np.float32), array[None], array[..., :2], "photo.png", None):
-        with pytest.raises(InvalidRequest, match=r"a picture (as an array )?must be"):
+        with pytest.raises(InvalidRequest, match=r"an image (as an array )?must be"):
             as_image(bad)
 
 
@@ -302,14 +302,14 @@ def test_sources_a_program_has():
         media.clip(2),
     ],
 )
-def test_what_is_no_picture(data):
-    with pytest.raises(InvalidRequest, match=r"no picture in a known format \(PNG, JPEG") as caught:
+def test_what_is_no_image(data):
+    with pytest.raises(InvalidRequest, match=r"no image in a known format \(PNG, JPEG") as caught:
         open_image(data)
     assert len(str(caught.value)) < 300
 
 
 def test_nothing_at_all():
-    with pytest.raises(InvalidRequest, match="the picture is empty"):
+    with pytest.raises(InvalidRequest, match="the image is empty"):
         open_image(b"")
 
 
@@ -317,21 +317,21 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_truncated_pictures(format):
-    data = encoded(picture(120, 90), format)
+def test_truncated_images(format):
+    data = encoded(make_image(120, 90), format)
     open_image(data)
     for part in (0.1, 0.5, 0.9):
-        with pytest.raises(InvalidRequest, match=r"damaged|no picture in a known format"):
+        with pytest.raises(InvalidRequest, match=r"damaged|no image in a known format"):
             open_image(data[: int(len(data) * part)])
 
 
-def test_pictures_without_pixels():
+def test_images_without_pixels():
     for data in (
         png(0, 10, 8, 2, b""),
         png(10, 0, 8, 2, b""),
         b"GIF89a" + struct.pack("<HHBBB", 0, 0, 0, 0, 0) + b"\x2c" + struct.pack("<HHHHB", 0, 0, 0, 0, 0) + b"\x02\0;",
     ):
-        with pytest.raises(InvalidRequest, match=r"no pixels|damaged|no picture"):
+        with pytest.raises(InvalidRequest, match=r"no pixels|damaged|no image"):
             open_image(data)
 
 
@@ -352,8 +352,8 @@ def test_damage_of_any_kind_is_the_callers_to_know(data):
 
 
 # Not TIFF, whose library writes to the terminal what it thinks of a file.
-SEEDS = [tagged(picture(50, 40), 6, format) for format in ("PNG", "JPEG", "WEBP", "AVIF")]
-SEEDS += [encoded(picture(50, 40).quantize(9), "GIF"), encoded(half_transparent()), encoded(picture(9, 9), "BMP")]
+SEEDS = [tagged(make_image(50, 40), 6, format) for format in ("PNG", "JPEG", "WEBP", "AVIF")]
+SEEDS += [encoded(make_image(50, 40).quantize(9), "GIF"), encoded(half_transparent()), encoded(make_image(9, 9), "BMP")]
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -381,13 +381,13 @@ def webp_canvas() -> bytes:
 
 
 def animated(format: str, frames: int) -> bytes:
-    base = picture(64, 64).quantize(4)
-    others = [picture(64, 64, seed=1).quantize(4)] * (frames - 1)
+    base = make_image(64, 64).quantize(4)
+    others = [make_image(64, 64, seed=1).quantize(4)] * (frames - 1)
     return encoded(base, format, save_all=True, append_images=others, duration=20)
 
 
-def test_sec_03_little_files_of_great_pictures(tmp_path):
-    """Refused from the header alone, or read without more memory than the picture takes."""
+def test_sec_03_little_files_of_great_images(tmp_path):
+    """Refused from the header alone, or read without more memory than the image takes."""
     cases = {
         "a PNG of 18 kB": (bomb(12_000, 12_000), "12000 x 12000 = 144,000,000 pixels; at most 33,554,432"),
         "a long PNG": (bomb(20_000, 2), "done"),
@@ -408,7 +408,7 @@ def test_sec_03_little_files_of_great_pictures(tmp_path):
 
 
 def test_the_limit_is_the_callers():
-    data = encoded(picture(40, 30))
+    data = encoded(make_image(40, 30))
     assert open_image(data, max_source_pixels=1200).size == (40, 30)
     with pytest.raises(InvalidRequest, match="40 x 30 = 1,200 pixels; at most 1,199 are decoded"):
         open_image(data, max_source_pixels=1199)
@@ -416,7 +416,7 @@ def test_the_limit_is_the_callers():
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
 def test_animations_are_their_first_frame(format):
-    first, second = picture(64, 64), picture(64, 64, seed=9)
+    first, second = make_image(64, 64), make_image(64, 64, seed=9)
     options = {"lossless": True} if format == "WEBP" else {}
     if format == "GIF":
         first, second = first.quantize(64), second.quantize(64)
@@ -490,7 +490,7 @@ def test_settings_as_transformers_saves_them(tmp_path):
     assert (settings.mean, settings.std, settings.resample) == (SETTINGS.mean, SETTINGS.std, 3)
 
 
-def test_settings_of_film(tmp_path):
+def test_settings_of_video(tmp_path):
     own = media.QWEN2_VL | {"min_pixels": 100352, "max_pixels": 602112, "fps": 1, "min_frames": 2, "max_frames": 16}
     write(tmp_path, preprocessor_config=media.QWEN2_VL, video_preprocessor_config=own)
     expected = media.settings(video_min_pixels=100352, video_max_pixels=602112, fps=1.0, min_frames=2, max_frames=16)
@@ -534,7 +534,7 @@ def test_a_size_in_the_spelling_of_2024(tmp_path):
                 "preprocessor_config": media.QWEN2_VL,
                 "video_preprocessor_config": media.QWEN2_VL | {"image_mean": [0.5, 0.5, 0.5]},
             },
-            "image_mean is .* for pictures and .* for film",
+            "image_mean is .* for images and .* for video",
         ),
     ],
 )

@@ -49,7 +49,7 @@ def split(golden: dict, whole: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("golden", GOLDENS)
 def test_positions_are_transformers(golden):
-    """Each part by itself; and the whole, unless a film's times run past the text that transformers has follow it."""
+    """Each part by itself; and the whole, unless a video's times run past the text that transformers has follow it."""
     ours = positions(*parts_of(golden), tokens_per_second=golden["tokens_per_second"])
     theirs = np.array(golden["positions"])
     assert ours.dtype == np.int32
@@ -82,8 +82,8 @@ def test_mr_04_what_follows_begins_after_the_largest_position(golden):
         reached = part.max()
 
 
-def test_mr_04_a_still_picture_has_one_time():
-    """Two text tokens, a picture of 2 x 3 tokens, two text tokens; 25 positions a second do not concern it."""
+def test_mr_04_a_still_image_has_one_time():
+    """Two text tokens, an image of 2 x 3 tokens, two text tokens; 25 positions a second do not concern it."""
     for tokens_per_second in (None, 25.0):
         time, row, column = positions(2, item((1, 4, 6)), 2, tokens_per_second=tokens_per_second).tolist()
         assert time == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6]
@@ -91,14 +91,14 @@ def test_mr_04_a_still_picture_has_one_time():
         assert column == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
 
 
-def test_mr_05_a_films_times_follow_its_seconds():
+def test_mr_05_a_videos_times_follow_its_seconds():
     """At 25 positions a second and a frame a second, a temporal step of two frames is 50 positions."""
-    film = item((3, 4, 4), 2.0)
-    time, row, column = positions(1, film, 1, tokens_per_second=25.0).tolist()
+    video = item((3, 4, 4), 2.0)
+    time, row, column = positions(1, video, 1, tokens_per_second=25.0).tolist()
     assert time == [0, *[1] * 4, *[51] * 4, *[101] * 4, 102]
     assert row == [0, *[1, 1, 2, 2] * 3, 102]
     assert column == [0, *[1, 2, 1, 2] * 3, 102]
-    assert positions(1, film, 1)[0].tolist() == [0, *[1] * 4, *[2] * 4, *[3] * 4, 4]
+    assert positions(1, video, 1)[0].tolist() == [0, *[1] * 4, *[2] * 4, *[3] * 4, 4]
     slow, fast = (positions(item((8, 2, 2), 2 / fps), tokens_per_second=2.0)[0].tolist() for fps in (1, 30))
     assert slow == [0, 4, 8, 12, 16, 20, 24, 28]
     assert fast == [0, 0, 0, 0, 0, 0, 0, 0]

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from omni_jax.inputs import Tokenizer, VisionInputs, chat_prompt, expand, media_parts, modalities_of, pack_part
 from omni_jax.inputs.image import pack_image
-from omni_jax.inputs.video import film_of, pack_video
+from omni_jax.inputs.video import pack_video, video_of
 from omni_jax.requests import InvalidRequest
 from tests.inputs import media, vocabularies
-from tests.inputs.media import clip, encoded, picture
+from tests.inputs.media import clip, encoded, make_image
 
 SETTINGS = media.settings()
 BOTH = ("image", "video")
 IMAGE, VIDEO = {"type": "image_url", "image_url": {"url": "x"}}, {"type": "video_url", "video_url": {"url": "x"}}
 
-# Of 2 x 2, 2 x 3 and 3 x 2 tokens; the film has 3 temporal steps of 2 x 2.
-A, B, C = (pack_image(picture(*size, seed=i), SETTINGS) for i, size in enumerate([(56, 56), (84, 56), (56, 84)]))
-FILM = pack_video(film_of([picture(56, 56, seed=i) for i in range(5)], SETTINGS), SETTINGS)
+# Of 2 x 2, 2 x 3 and 3 x 2 tokens; the video has 3 temporal steps of 2 x 2.
+A, B, C = (pack_image(make_image(*size, seed=i), SETTINGS) for i, size in enumerate([(56, 56), (84, 56), (56, 84)]))
+CLIP = pack_video(video_of([make_image(56, 56, seed=i) for i in range(5)], SETTINGS), SETTINGS)
 
 
 def text(words: str) -> dict:
@@ -71,7 +71,7 @@ def test_mm_10_placeholders_stand_where_the_parts_stand(vision_tokenizer, vision
     assert spelt(vision_tokenizer, first) == f"{system}<|im_start|>user\n{slots(6)}a {slots(4)}<|im_end|>\n"
 
 
-def test_mm_10_several_turns_and_the_same_picture_twice(vision_tokenizer, vision):
+def test_mm_10_several_turns_and_the_same_image_twice(vision_tokenizer, vision):
     messages = [
         {"role": "system", "content": "Be brief."},
         user(IMAGE, text("what?")),
@@ -79,7 +79,7 @@ def test_mm_10_several_turns_and_the_same_picture_twice(vision_tokenizer, vision
         user(text("and "), VIDEO, text(" or "), IMAGE),
         {"role": "tool", "content": [text("found "), IMAGE]},
     ]
-    prompt = chat_prompt(vision_tokenizer, vision, messages, [A, FILM, A, C])
+    prompt = chat_prompt(vision_tokenizer, vision, messages, [A, CLIP, A, C])
     assert [span.key for span in prompt.media if span.modality == "image"] == [A.key, A.key, C.key]
     assert [span.modality for span in prompt.media] == ["image", "video", "video", "video", "image", "image"]
     assert f"and {slots(12, 'video')} or {slots(4)}<|im_end|>" in spelt(vision_tokenizer, prompt)
@@ -87,8 +87,8 @@ def test_mm_10_several_turns_and_the_same_picture_twice(vision_tokenizer, vision
     assert_spans_are_the_placeholders(prompt, vision)
 
 
-def test_mm_10_swapping_pictures_swaps_the_features_only(vision_tokenizer, vision):
-    other = pack_image(picture(56, 56, seed=5), SETTINGS)
+def test_mm_10_swapping_images_swaps_the_features_only(vision_tokenizer, vision):
+    other = pack_image(make_image(56, 56, seed=5), SETTINGS)
     messages = [user(IMAGE, text(" and "), IMAGE)]
     one, two = (chat_prompt(vision_tokenizer, vision, messages, items) for items in ([A, other], [other, A]))
     assert one.ids == two.ids
@@ -97,32 +97,32 @@ def test_mm_10_swapping_pictures_swaps_the_features_only(vision_tokenizer, visio
     np.testing.assert_array_equal(one.media[0].patches, two.media[1].patches)
 
 
-def test_a_film_is_a_span_for_each_temporal_step(vision):
+def test_a_video_is_a_span_for_each_temporal_step(vision):
     ids = [1, vision.video_token_id, 2]
-    prompt = expand(ids, [FILM], vision)
+    prompt = expand(ids, [CLIP], vision)
     assert prompt.ids == (1, *[vision.video_token_id] * 12, 2)
     assert [(span.start, span.length, span.grid) for span in prompt.media] == [
         (1, 4, (4, 4)),
         (5, 4, (4, 4)),
         (9, 4, (4, 4)),
     ]
-    assert len({span.key for span in prompt.media} | {FILM.key}) == 4
+    assert len({span.key for span in prompt.media} | {CLIP.key}) == 4
     for step, span in enumerate(prompt.media):
         assert span.patches.shape == (16, 3, 2, 14, 14)
-        np.testing.assert_array_equal(span.patches, FILM.patches[16 * step : 16 * step + 16])
-    again = expand(ids, [dataclasses.replace(FILM)], vision)
+        np.testing.assert_array_equal(span.patches, CLIP.patches[16 * step : 16 * step + 16])
+    again = expand(ids, [dataclasses.replace(CLIP)], vision)
     assert [span.key for span in again.media] == [span.key for span in prompt.media]
 
 
 def test_positions_come_with_the_prompt(vision_tokenizer, vision):
-    prompt = expand([5, vision.image_token_id, 6, vision.video_token_id, 7], [B, FILM], vision)
+    prompt = expand([5, vision.image_token_id, 6, vision.video_token_id, 7], [B, CLIP], vision)
     assert prompt.positions.dtype == np.int32
     assert prompt.positions.shape == (3, len(prompt.ids))
     # 5 | 2 x 3 tokens | 6 | 3 steps of 2 x 2 | 7
     assert prompt.positions[0].tolist() == [0, *[1] * 6, 4, *[5] * 4, *[6] * 4, *[7] * 4, 8]
     timed = media.vision_config(vision_tokenizer, tokens_per_second=2.0)
-    prompt = expand([5, vision.video_token_id], [FILM], timed)
-    assert prompt.positions[0].tolist() == [0, *[1] * 4, *[3] * 4, *[5] * 4]  # FILM has a step a second
+    prompt = expand([5, vision.video_token_id], [CLIP], timed)
+    assert prompt.positions[0].tolist() == [0, *[1] * 4, *[3] * 4, *[5] * 4]  # CLIP has a step a second
 
 
 def test_text_alone(vision_tokenizer, byte_level, vision):
@@ -163,11 +163,11 @@ def test_tok_04_typed_placeholders_are_text(vision_tokenizer, vision, typed, ord
 
 @given(st.lists(st.sampled_from([*TYPED, "<|im_end|>", "<|", "pad|>", " a "]), max_size=5).map("".join), st.booleans())
 @hypothesis_settings(max_examples=100, deadline=None)
-def test_tok_04_whatever_is_typed(vision_tokenizer, words, film_first):
+def test_tok_04_whatever_is_typed(vision_tokenizer, words, video_first):
     vision = media.vision_config(vision_tokenizer)
-    parts, items = [text(words), IMAGE, text(words), VIDEO, text(words)], [A, FILM]
-    if film_first:
-        parts, items = [text(words), VIDEO, text(words), IMAGE], [FILM, A]
+    parts, items = [text(words), IMAGE, text(words), VIDEO, text(words)], [A, CLIP]
+    if video_first:
+        parts, items = [text(words), VIDEO, text(words), IMAGE], [CLIP, A]
     prompt = chat_prompt(vision_tokenizer, vision, [user(*parts)], items)
     assert len(prompt.media) == 4
     assert_spans_are_the_placeholders(prompt, vision)
@@ -199,9 +199,9 @@ def test_tok_04_typed_in_every_field_a_template_may_write(vision_tokenizer, visi
         ("", [A], r"0 image placeholder\(s\) \(token \d+\) for 1 image\(s\)"),
         ("i", [], r"1 image placeholder\(s\) \(token \d+\) for 0 image\(s\)"),
         ("v", [A], r"0 image placeholder\(s\) \(token \d+\) for 1 image\(s\)"),
-        ("i", [FILM], r"1 image placeholder\(s\) \(token \d+\) for 0 image\(s\)"),
+        ("i", [CLIP], r"1 image placeholder\(s\) \(token \d+\) for 0 image\(s\)"),
         ("iv", [A], r"1 video placeholder\(s\) \(token \d+\) for 0 video\(s\)"),
-        ("v", [FILM, FILM], r"1 video placeholder\(s\) \(token \d+\) for 2 video\(s\)"),
+        ("v", [CLIP, CLIP], r"1 video placeholder\(s\) \(token \d+\) for 2 video\(s\)"),
     ],
 )
 def test_tok_04_numbers_that_do_not_match_are_refused_both_ways(vision, kinds, items, message):
@@ -231,7 +231,7 @@ def test_tok_04_a_template_that_writes_another_number_is_refused(tmp_path, visio
 
 def test_kinds_are_matched_each_in_its_order(vision):
     ids = [vision.video_token_id, 1, vision.image_token_id, 2, vision.image_token_id]
-    prompt = expand(ids, [A, FILM, B], vision)  # a template that puts films first
+    prompt = expand(ids, [A, CLIP, B], vision)  # a template that puts videos first
     assert [span.modality for span in prompt.media] == ["video"] * 3 + ["image"] * 2
     assert [span.key for span in prompt.media[3:]] == [A.key, B.key]
     assert_spans_are_the_placeholders(prompt, vision)
@@ -245,8 +245,8 @@ def test_the_template_says_what_it_has_slots_for(tmp_path, byte_level, sentencep
     assert vision_tokenizer.has_media_slots
     for tokenizer in (byte_level, sentencepiece):  # which print a list of parts as Python does
         assert not tokenizer.has_media_slots
-    no_film = vocabularies.VISION_CHATML.replace("part.type == 'video'", "false")
-    path = vocabularies.write_directory(tmp_path / "a", vocabularies.vision(), chat_template=no_film)
+    no_video = vocabularies.VISION_CHATML.replace("part.type == 'video'", "false")
+    path = vocabularies.write_directory(tmp_path / "a", vocabularies.vision(), chat_template=no_video)
     assert Tokenizer.from_directory(path).media_slots == {"image"}
     plain = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     path = vocabularies.write_directory(tmp_path / "b", vocabularies.vision(), chat_template=plain)
@@ -259,7 +259,7 @@ def test_a_template_without_slots_is_named_instead_of_a_mismatch(byte_level, vis
     assert modalities_of(byte_level, vision) == ()
     assert modalities_of(byte_level, None) == ()
     with pytest.raises(InvalidRequest, match="chat template has no place for a part of the kind image or video; start"):
-        chat_prompt(byte_level, vision, [user(IMAGE, VIDEO)], [A, FILM])
+        chat_prompt(byte_level, vision, [user(IMAGE, VIDEO)], [A, CLIP])
     assert chat_prompt(byte_level, vision, [user(text("a"), text("b"))], []).ids == tuple(
         byte_level.render_chat([{"role": "user", "content": "a\nb"}])
     )
@@ -289,7 +289,7 @@ def test_the_template_of_qwen2_vls_directories(tmp_path):
 def test_vision_inputs_agree(vision_tokenizer, vision):
     assert VisionInputs(config=vision, settings=SETTINGS).settings is SETTINGS
     for changes in ({"patch_size": 16}, {"temporal_patch_size": 1}, {"spatial_merge_size": 4}):
-        with pytest.raises(ValueError, match="pictures are prepared with"):
+        with pytest.raises(ValueError, match="images are prepared with"):
             VisionInputs(config=media.vision_config(vision_tokenizer, **changes), settings=SETTINGS)
 
 
@@ -297,7 +297,7 @@ def test_vision_inputs_agree(vision_tokenizer, vision):
 
 
 def test_parts_are_found_in_order_and_place():
-    array = picture(30, 30)
+    array = make_image(30, 30)
     options = {"max_pixels": 5000}
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -387,16 +387,16 @@ def packed(part, source=None):
 
 
 def test_a_part_is_packed_as_its_options_say():
-    image, film = picture(300, 300), clip(20)
+    image, video = make_image(300, 300), clip(20)
     assert packed({"type": "image", "image": image}).key == pack_image(image, SETTINGS).key
     assert packed(IMAGE, encoded(image)).key == pack_image(image, SETTINGS).key
     small = packed(IMAGE | {"mm_processor_kwargs": {"max_pixels": 12544, "min_pixels": None}}, encoded(image))
     assert small.key == pack_image(image, SETTINGS, max_pixels=12544).key
-    assert packed(VIDEO, film).grid[0] == 2
-    assert packed(VIDEO | {"mm_processor_kwargs": {"num_frames": 10, "max_pixels": 3136}}, film).grid == (5, 4, 4)
+    assert packed(VIDEO, video).grid[0] == 2
+    assert packed(VIDEO | {"mm_processor_kwargs": {"num_frames": 10, "max_pixels": 3136}}, video).grid == (5, 4, 4)
     frames = [image] * 3
     listed = {"type": "video", "video": frames, "mm_processor_kwargs": {"fps": 8}}
-    assert packed(listed).key == pack_video(film_of(frames, SETTINGS, fps=8), SETTINGS).key
+    assert packed(listed).key == pack_video(video_of(frames, SETTINGS, fps=8), SETTINGS).key
     stack = np.stack([np.asarray(frame) for frame in frames])
     assert packed({"type": "video", "video": stack, "mm_processor_kwargs": {"fps": 8}}).key == packed(listed).key
     assert packed({"type": "video", "video": image}).grid[0] == 1
@@ -405,14 +405,14 @@ def test_a_part_is_packed_as_its_options_say():
 @pytest.mark.parametrize(
     ("part", "source", "message"),
     [
-        (IMAGE, b"junk", r"messages\[0\].content\[1\]: the 4 bytes are no picture in a known format"),
-        (VIDEO, b"junk", r"messages\[0\].content\[1\]: the 4 bytes are no film in a known container"),
+        (IMAGE, b"junk", r"messages\[0\].content\[1\]: the 4 bytes are no image in a known format"),
+        (VIDEO, b"junk", r"messages\[0\].content\[1\]: the 4 bytes are no video in a known container"),
         (
             {"type": "image", "image": "a.png"},
             None,
-            r"content\[1\]: a picture must be a Pillow image, an array or bytes",
+            r"content\[1\]: an image must be a Pillow image, an array or bytes",
         ),
-        ({"type": "video", "video": ["a.png"]}, None, r"content\[1\]: frame 0: a picture must be"),
+        ({"type": "video", "video": ["a.png"]}, None, r"content\[1\]: frame 0: an image must be"),
         (
             IMAGE | {"mm_processor_kwargs": {"fps": 3}},
             b"",
@@ -429,12 +429,12 @@ def test_a_part_is_packed_as_its_options_say():
             b"",
             r"content\[1\]: .* 10,000,000, the server's bound",
         ),
-        (VIDEO | {"mm_processor_kwargs": {"num_frames": 4}}, [b""], r"content\[1\]: num_frames is for film in a file"),
+        (VIDEO | {"mm_processor_kwargs": {"num_frames": 4}}, [b""], r"content\[1\]: num_frames is for video in a file"),
     ],
 )
 def test_a_part_that_cannot_be_packed_is_named(part, source, message):
     if source == b"":
-        source = encoded(picture(30, 30))
+        source = encoded(make_image(30, 30))
     with pytest.raises(InvalidRequest, match=message) as caught:
         packed(part, source)
     assert caught.value.param == "messages"

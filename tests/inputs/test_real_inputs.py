@@ -78,6 +78,6 @@ def test_photos_through_the_whole_path(photos, qwen):
     assert text.endswith("logo.png: <|vision_start|><|vision_end|><|im_end|>\n<|im_start|>assistant\n")
     assert "shows a cat? <|image_pad|> astronaut.png: <|vision_start|><|vision_end|> chelsea.png: " in text
     assert prompt.positions.shape == (3, len(prompt.ids))
-    # Each picture takes as many positions as its longer side has tokens.
+    # Each image takes as many positions as its longer side has tokens.
     taken = sum(max(item.grid[1:]) // 2 for item in items) + len(prompt.ids) - prompt.ids.count(151655)
     assert prompt.positions.max() + 1 == taken

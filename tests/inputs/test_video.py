@@ -1,4 +1,4 @@
-"""Film: which frames are taken, that they are those of a full decode, what is refused, and how they are cut."""
+"""Video: which frames are taken, that they are those of a full decode, what is refused, and how they are cut."""
 
 import contextlib
 import dataclasses
@@ -22,15 +22,15 @@ from omni_jax.inputs.image import Qwen2VLImageProcessorPil, pack_image, smart_re
 from omni_jax.inputs.video import (
     Frames,
     decode_video,
-    film_of,
     frame_size,
     needed_packets,
     pack_video,
     sample_indices,
+    video_of,
 )
 from omni_jax.requests import InvalidRequest
 from tests.inputs import media
-from tests.inputs.media import all_frames, clip, encoded, memory_growth, noise, picture
+from tests.inputs.media import all_frames, clip, encoded, make_image, memory_growth, noise
 
 SETTINGS = media.settings()
 
@@ -119,13 +119,13 @@ def test_what_the_decoder_gives_decides_where_packets_do_not(monkeypatch):
         return dataclasses.replace(survey(*args), pts=None)
 
     def wrong_times(*args):
-        film = survey(*args)
-        return dataclasses.replace(film, pts=film.pts + 1)
+        surveyed = survey(*args)
+        return dataclasses.replace(surveyed, pts=surveyed.pts + 1)
 
     def too_many(*args):
-        film = survey(*args)
+        surveyed = survey(*args)
         return dataclasses.replace(
-            film, pts=None, key=np.append(film.key, [False] * 8), shown=np.append(film.shown, [True] * 8)
+            surveyed, pts=None, key=np.append(surveyed.key, [False] * 8), shown=np.append(surveyed.shown, [True] * 8)
         )
 
     for change in (without_times, wrong_times, too_many):
@@ -216,9 +216,9 @@ def oracle(images: list[Image.Image], height: int, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_mr_05_patches_are_transformers_and_an_odd_last_frame_is_repeated(count):
-    images = [picture(84, 112, seed=i) for i in range(count)]
+    images = [make_image(84, 112, seed=i) for i in range(count)]
     settings = media.settings(video_min_pixels=84 * 112, video_max_pixels=84 * 112)
-    item = pack_video(film_of(images, settings, fps=4), settings)
+    item = pack_video(video_of(images, settings, fps=4), settings)
     expected = oracle(images + images[-1:] * (count % 2), 112, 84)
     mean, std = (np.float32(values).reshape(3, 1, 1, 1) for values in (settings.mean, settings.std))
     normal = (item.patches.astype(np.float32) * np.float32(settings.rescale_factor) - mean) / std
@@ -242,7 +242,7 @@ def test_frames_are_resized_once_wherever_that_happens():
     assert ours.key == theirs.key
 
 
-def test_frame_size_shares_the_pixels_of_a_film():
+def test_frame_size_shares_the_pixels_of_a_video():
     """transformers' cap_pixels_per_frame: 90 % of 128,000 tokens for all frames, two of which are a token."""
     wide = media.settings(video_max_pixels=602112)
     size = {"min_pixels": 100352, "max_pixels": 602112}
@@ -253,25 +253,25 @@ def test_frame_size_shares_the_pixels_of_a_film():
     assert frame_size(100, 100, 700, wide, **size)[0] * 28 >= 100352 // 28
 
 
-def test_mr_05_the_same_frames_at_another_rate_are_another_film():
-    images = [picture(56, 56, seed=i) for i in range(8)]
-    slow, fast = (pack_video(film_of(images, SETTINGS, fps=fps), SETTINGS) for fps in (1, 30))
+def test_mr_05_the_same_frames_at_another_rate_are_another_video():
+    images = [make_image(56, 56, seed=i) for i in range(8)]
+    slow, fast = (pack_video(video_of(images, SETTINGS, fps=fps), SETTINGS) for fps in (1, 30))
     assert (slow.seconds_per_grid, fast.seconds_per_grid) == (2.0, pytest.approx(2 / 30))
     np.testing.assert_array_equal(slow.patches, fast.patches)
     assert slow.key != fast.key
-    assert pack_video(film_of(images, SETTINGS), SETTINGS).seconds_per_grid == 1.0
-    assert pack_video(film_of(images, SETTINGS, fps=1), SETTINGS).key == slow.key
+    assert pack_video(video_of(images, SETTINGS), SETTINGS).seconds_per_grid == 1.0
+    assert pack_video(video_of(images, SETTINGS, fps=1), SETTINGS).key == slow.key
 
 
-def test_pc_02_a_film_of_two_frames_is_no_pair_of_pictures():
-    images = [picture(56, 56, seed=i) for i in range(2)]
-    film = pack_video(film_of(images, SETTINGS), SETTINGS)
-    still = pack_video(film_of(images[:1], SETTINGS), SETTINGS)
-    keys = {film.key, still.key, *(pack_image(image, SETTINGS).key for image in images)}
+def test_pc_02_a_video_of_two_frames_is_no_pair_of_images():
+    images = [make_image(56, 56, seed=i) for i in range(2)]
+    moving = pack_video(video_of(images, SETTINGS), SETTINGS)
+    still = pack_video(video_of(images[:1], SETTINGS), SETTINGS)
+    keys = {moving.key, still.key, *(pack_image(image, SETTINGS).key for image in images)}
     assert len(keys) == 4
 
 
-def test_one_frame_films():
+def test_one_frame_videos():
     item = pack_video(decode_video(clip(1), SETTINGS), SETTINGS)
     assert item.grid[0] == 1
     np.testing.assert_array_equal(item.patches[:, :, 0], item.patches[:, :, 1])
@@ -280,7 +280,7 @@ def test_one_frame_films():
 
 def test_lists_of_frames():
     array = noise(60, 60)
-    frames = film_of([array, encoded(Image.fromarray(array)), Image.fromarray(array).convert("RGBA")], SETTINGS)
+    frames = video_of([array, encoded(Image.fromarray(array)), Image.fromarray(array).convert("RGBA")], SETTINGS)
     for image in frames.images:
         np.testing.assert_array_equal(np.asarray(image), np.asarray(frames.images[0]))
     assert frames.source_size == (60, 60)
@@ -289,21 +289,21 @@ def test_lists_of_frames():
         ([], "has 0 frames; 1 to 768 are possible"),
         ([array] * 769, "has 769 frames"),
         ([array, noise(60, 61)], "frame 1 is 60 x 61 pixels and frame 0 is 60 x 60"),
-        ([array, b"junk"], "frame 1: the 4 bytes are no picture"),
+        ([array, b"junk"], "frame 1: the 4 bytes are no image"),
     ):
         with pytest.raises(InvalidRequest, match=message):
-            film_of(images, SETTINGS)
+            video_of(images, SETTINGS)
     with pytest.raises(InvalidRequest, match="fps must be"):
-        film_of([array], SETTINGS, fps=0)
+        video_of([array], SETTINGS, fps=0)
     with pytest.raises(InvalidRequest, match=r"lasts .* seconds; at most 86,400"):
-        film_of([array], SETTINGS, fps=1e-9)
+        video_of([array], SETTINGS, fps=1e-9)
 
 
-# --- how a film is shown --------------------------------------------------------------------------------------------
+# --- how a video is shown --------------------------------------------------------------------------------------------
 
 
 def turned(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
-    """The film with another display matrix (a, b, c, d) in its track header: what a phone held upright writes."""
+    """The video with another display matrix (a, b, c, d) in its track header: what a phone held upright writes."""
     changed, place = bytearray(data), data.index(b"tkhd") + 4 + 40
     assert struct.unpack_from(">i", data, place) == (1 << 16,)
     for i, value in zip((0, 1, 3, 4), matrix, strict=True):
@@ -314,7 +314,7 @@ def turned(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
 @pytest.mark.parametrize(
     ("matrix", "quarters"), [((1, 0, 0, 1), 0), ((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)]
 )
-def test_mm_01_films_of_phones_stand_upright(matrix, quarters):
+def test_mm_01_videos_of_phones_stand_upright(matrix, quarters):
     """A matrix of (0, 1, -1, 0) moves what is right in the frame downwards: a quarter turn clockwise, three the other
     way."""
     data = turned(clip(6), matrix)
@@ -324,7 +324,7 @@ def test_mm_01_films_of_phones_stand_upright(matrix, quarters):
     assert frames.source_size == expected[0].shape[:2]
 
 
-def test_mm_02_transparency_of_a_film_is_white():
+def test_mm_02_transparency_of_a_video_is_white():
     """ProRes 4444 keeps alpha, and whatever colour is under it."""
     pixels = np.zeros((112, 112, 4), np.uint8)
     pixels[:, 48:] = (200, 0, 0, 255)
@@ -336,10 +336,10 @@ def test_mm_02_transparency_of_a_film_is_white():
 
 
 def test_mm_02_transparency_of_a_gif_is_white():
-    pictures = [Image.new("RGBA", (84, 84)) for _ in range(4)]
-    for i, image in enumerate(pictures):
+    drawn = [Image.new("RGBA", (84, 84)) for _ in range(4)]
+    for i, image in enumerate(drawn):
         image.paste((200, 0, 0, 255), (8 * i, 0, 8 * i + 8, 84))
-    data = encoded(pictures[0], "GIF", save_all=True, append_images=pictures[1:], duration=100, disposal=2)
+    data = encoded(drawn[0], "GIF", save_all=True, append_images=drawn[1:], duration=100, disposal=2)
     frames = decode_video(data, SETTINGS, num_frames=4)
     for i, image in enumerate(frames.images):
         assert image.getpixel((8 * i + 4, 32)) == (200, 0, 0)
@@ -376,30 +376,30 @@ def refusal(data: bytes, **options) -> str:
     [
         b"<!doctype html><html><body>404</body></html>",
         b"RIFF\x24\0\0\0WAVEfmt ",
-        encoded(picture(20, 20)),
+        encoded(make_image(20, 20)),
         b"\0" * 4000,
         b"ftyp",
     ],
 )
-def test_what_is_no_film(data):
-    assert "no film in a known container" in refusal(data)
+def test_what_is_no_video(data):
+    assert "no video in a known container" in refusal(data)
 
 
 def test_nothing_and_nothing_to_see():
-    assert refusal(b"") == "the film is empty: 0 bytes"
+    assert refusal(b"") == "the video is empty: 0 bytes"
     assert "damaged" in refusal(b"\0\0\0\x18ftypisom\0\0\0\0isomisom")
     stream = io.BytesIO()
-    with av.open(stream, "w", format="mp4") as film:
-        track = film.add_stream("aac", rate=16000)
+    with av.open(stream, "w", format="mp4") as video:
+        track = video.add_stream("aac", rate=16000)
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
         sound.sample_rate = 16000
         for packet in [*track.encode(sound), *track.encode()]:
-            film.mux(packet)
-    assert "no pictures in it, only sound or text" in refusal(stream.getvalue())
+            video.mux(packet)
+    assert "no images in it, only sound or text" in refusal(stream.getvalue())
 
 
-def test_truncated_films(tmp_path):
-    data = clip(24, container={"movflags": "faststart"}, file=tmp_path / "film.mp4")  # its header comes first
+def test_truncated_videos(tmp_path):
+    data = clip(24, container={"movflags": "faststart"}, file=tmp_path / "video.mp4")  # its header comes first
     whole = decode_video(data, SETTINGS)
     for part in (0.3, 0.6, 0.8, 0.95):
         assert re.search("cut short|damaged|not read here", refusal(data[: int(len(data) * part)]))
@@ -427,10 +427,10 @@ def test_sec_03_great_frames_are_refused_from_the_header():
     assert "64 x 48 = 3,072 pixels; at most 3,000 are decoded" in refusal(clip(4), max_source_pixels=3000)
 
 
-def test_sec_03_long_films(monkeypatch):
+def test_sec_03_long_videos(monkeypatch):
     data = clip(24, g="1000")
     monkeypatch.setattr(video, "MAX_SOURCE_FRAMES", 20)
-    assert refusal(data) == "the film has more than 20 frames; cut it into pieces"
+    assert refusal(data) == "the video has more than 20 frames; cut it into pieces"
     monkeypatch.setattr(video, "MAX_SOURCE_FRAMES", 2**18)
     monkeypatch.setattr(video, "MAX_DECODED_PIXELS", 10 * 64 * 48)
     assert "19 frames of 64 x 48 pixels had to be decoded" in refusal(data, num_frames=4)
@@ -439,7 +439,7 @@ def test_sec_03_long_films(monkeypatch):
     assert "lasts 1 seconds; at most 0.5" in refusal(data, num_frames=4)
 
 
-def test_sec_03_a_film_that_claims_more_than_it_has(tmp_path):
+def test_sec_03_a_video_that_claims_more_than_it_has(tmp_path):
     """FFmpeg would make a table of 24 bytes for each sample of a header of a few: 1.4 GB here."""
     claims = 60_000_000
     table = bytearray(clip(10, codec="mpeg4", g="1000"))
@@ -452,8 +452,8 @@ def test_sec_03_a_film_that_claims_more_than_it_has(tmp_path):
     packed = bytearray(clip(10))
     place = packed.index(b"moov")
     packed[place + 4 : place + 24] = b"\0\0\0\x40cmov\0\0\0\x38cmvd\0\0\0\0"
-    films = [bytes(table), bytes(fragment), bytes(packed)]
-    results = memory_growth("decode_video(data, settings)", films, tmp_path)
+    videos = [bytes(table), bytes(fragment), bytes(packed)]
+    results = memory_growth("decode_video(data, settings)", videos, tmp_path)
     for (said, growth), expected in zip(
         results, ("60,000,000 samples", "samples in", "compressed header"), strict=True
     ):
@@ -461,7 +461,7 @@ def test_sec_03_a_film_that_claims_more_than_it_has(tmp_path):
         assert growth < 50
 
 
-def test_sec_03_a_film_takes_the_memory_of_its_resized_frames(tmp_path):
+def test_sec_03_a_video_takes_the_memory_of_its_resized_frames(tmp_path):
     """96 frames of 1280 x 720 pixels are 265 MB; one of them is 3, and resized all are 1."""
     gradient = np.broadcast_to(np.linspace(0, 255, 1280, dtype=np.uint8)[None, :, None], (720, 1280, 3))
     data = clip(96, size=(1280, 720), images=[gradient + np.uint8(i) for i in range(96)], preset="ultrafast")
@@ -471,7 +471,7 @@ def test_sec_03_a_film_takes_the_memory_of_its_resized_frames(tmp_path):
     assert growth < 90  # the decoder's own frames, one for each thread and reference
 
 
-def test_sec_01_a_film_cannot_name_others(tmp_path):
+def test_sec_01_a_video_cannot_name_others(tmp_path):
     """Playlists and the like: refused, and nothing is connected to or opened."""
     secret = tmp_path / "secret.mp4"
     secret.write_bytes(clip(4))
@@ -486,15 +486,15 @@ def test_sec_01_a_film_cannot_name_others(tmp_path):
                 f'<?xml version="1.0"?><MPD><Period><BaseURL>{target}</BaseURL></Period></MPD>',
                 f"[Reference]\nRef1={target}\n",
             ):
-                assert "no film in a known container" in refusal(text.encode())
+                assert "no video in a known container" in refusal(text.encode())
         with pytest.raises(TimeoutError):
             listener.accept()
 
 
 def test_sec_03_frames_of_a_list_are_not_kept_at_their_own_size(monkeypatch):
-    """Small files may hold large pictures, and there may be many of them."""
+    """Small files may hold large images, and there may be many of them."""
     monkeypatch.setattr(video, "as_image", lambda source: Image.new("RGB", (2000, 1500)))
-    film = film_of([b""] * 4, SETTINGS)
-    assert film.source_size == (1500, 2000)
-    assert all(image.width * image.height <= SETTINGS.video_max_pixels for image in film.images)
-    assert pack_video(film, SETTINGS).grid[0] == 2
+    frames = video_of([b""] * 4, SETTINGS)
+    assert frames.source_size == (1500, 2000)
+    assert all(image.width * image.height <= SETTINGS.video_max_pixels for image in video.images)
+    assert pack_video(video, SETTINGS).grid[0] == 2

@@ -23,7 +23,7 @@ CHATML = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Does what Qwen2-VL's does: parts in their order, a slot for each picture and film, a system prompt by default.
+# Does what Qwen2-VL's does: parts in their order, a slot for each image and video, a system prompt by default.
 VISION_CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -55,7 +55,7 @@ def byte_level() -> Tokenizer:
 
 
 def vision() -> Tokenizer:
-    """byte_level with the special tokens that pictures and film need."""
+    """byte_level with the special tokens that images and video need."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in VISION])
     return tokenizer

@@ -51,7 +51,7 @@ def test_a_run_accounts_for_everything(backend):
         assert_idle(engine)
 
 
-def test_runs_share_no_pictures(backend):
+def test_runs_share_no_images(backend):
     (arm,) = backend._experiment.arms
     arrivals = [a for a in workload(backend._experiment, "usual", 1, rate=100.0) if a.kind == "image"]
 

@@ -27,7 +27,7 @@ def sequence(blocks, computed, *, name="r", index=0, dropped=0, media=(), segmen
     )
 
 
-def picture(start, length, modality="image"):
+def image_span(start, length, modality="image"):
     patches = np.zeros((length, 1, 1, 1, 1), np.uint8)
     return MediaSpan(key=b"k", modality=modality, start=start, length=length, grid=(1, length), patches=patches)
 
@@ -48,15 +48,15 @@ def test_blocks_and_slots_are_counted():
     cached_chain(pool, b"xyz", modality="video")
     mine, more = pool.allocate(5), pool.allocate(2)
     pool.share(mine[:2])
-    media, segments = [picture(5, 4), picture(9, 2, "video")], [Segment(start=11, stop=14, modality="table")]
+    media, segments = [image_span(5, 4), image_span(9, 2, "video")], [Segment(start=11, stop=14, modality="table")]
     first = sequence(mine, 18, media=media, segments=segments)
     # The first two blocks once more, and 5 of 8 slots of two others.
     second = sequence([*mine[:2], *more], 13, name="s", media=media, segments=segments)
     usage = pool_usage(pool, [first, second])
     assert (usage.total, usage.free, usage.cached, usage.active) == (19, 9, 3, 7)
     assert (usage.shared, usage.peak_active) == (2, 7)
-    # First: 5 of text, 4 of the picture, 2 of film, 3 of the table, 4 of text behind it. Second, from token 8 on: one
-    # of the picture, two of film, two of the table.
+    # First: 5 of text, 4 of the image, 2 of video, 3 of the table, 4 of text behind it. Second, from token 8 on: one
+    # of the image, two of video, two of the table.
     assert usage.active_slots == slots(text=9, image=5, video=4, table=5)
     assert usage.unfilled_slots == 7 * 4 - 18 - 5
     check_leaks(pool, [first, second])
@@ -64,7 +64,7 @@ def test_blocks_and_slots_are_counted():
 
 def test_what_compression_dropped_is_not_there():
     pool = BlockPool(20, 4)
-    held = sequence(pool.allocate(5), 32, dropped=14, media=[picture(0, 16)])
+    held = sequence(pool.allocate(5), 32, dropped=14, media=[image_span(0, 16)])
     usage = pool_usage(pool, [held])
     assert usage.active_slots == slots(text=9, image=9)
     assert usage.unfilled_slots == 20 - 18
@@ -93,7 +93,7 @@ def test_shared_beginnings_count_once(data):
     """Against slots that are painted one by one."""
     size = data.draw(st.integers(1, 5))
     pool = BlockPool(100, size)
-    media = [picture(3, 5), picture(9, 4, "video")]
+    media = [image_span(3, 5), image_span(9, 4, "video")]
     painted, held, dropped = {}, [], 0
     for number in range(data.draw(st.integers(1, 5))):
         parent = data.draw(st.sampled_from(held)) if held else None

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_jax.memory import EncoderCache
-from tests.scheduling.loop import picture
+from tests.scheduling.loop import image_span
 
 LENGTHS = {"a": 1, "b": 3, "c": 4, "d": 9, "e": 16}
 
 
 def span(name):
-    return picture(name, 0, LENGTHS[name])
+    return image_span(name, 0, LENGTHS[name])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["hold", "release", "encode"]), st.sampled_from(sorted(LENGTHS)))))
-def test_rows_belong_to_one_picture_as_long_as_somebody_holds_it(events):
+def test_rows_belong_to_one_image_as_long_as_somebody_holds_it(events):
     cache = EncoderCache(20, rows_per_block=2)
     held, rows = collections.Counter(), {}
     for event, name in events:
@@ -49,7 +49,7 @@ def test_what_was_released_longest_ago_goes_first_and_what_is_held_never():
         cache.finish(name.encode())
     for name in "ba":
         cache.release(name.encode())
-    assert cache.hold(picture("new", 0, 6))  # 4 are free
+    assert cache.hold(image_span("new", 0, 6))  # 4 are free
     cache.release(b"new")
     assert cache.hold(span("a"))
     assert not cache.is_waiting(b"a")
@@ -57,7 +57,7 @@ def test_what_was_released_longest_ago_goes_first_and_what_is_held_never():
     assert cache.is_ready(b"c")
 
 
-def test_rows_of_a_picture_that_is_being_encoded_are_not_given_away():
+def test_rows_of_an_image_that_is_being_encoded_are_not_given_away():
     cache = EncoderCache(9, rows_per_block=1)
     cache.hold(span("d"))
     cache.begin(b"d")
@@ -67,7 +67,7 @@ def test_rows_of_a_picture_that_is_being_encoded_are_not_given_away():
     assert cache.hold(span("a"))
 
 
-def test_a_picture_that_nobody_began_to_encode_is_forgotten_with_its_last_reference():
+def test_an_image_that_nobody_began_to_encode_is_forgotten_with_its_last_reference():
     cache = EncoderCache(9, rows_per_block=1)
     cache.hold(span("d"))
     cache.release(b"d")

@@ -82,11 +82,11 @@ def test_what_stands_where_in_the_prompt_or_the_output_makes_no_difference():
     assert digests(request(ids[:5]), ids) == digests(request(ids))
 
 
-# -- PC-01: placeholders of different pictures look alike --------------------------------------------------------------
+# -- PC-01: placeholders of different images look alike --------------------------------------------------------------
 
 
 def chat(*names, length=6, text=5):
-    """Some text, and pictures with a token between them."""
+    """Some text, and images with a token between them."""
     ids, media = list(range(1, text + 1)), []
     for name in names:
         media.append(span(name, len(ids), length))
@@ -94,7 +94,7 @@ def chat(*names, length=6, text=5):
     return request([*ids, 1, 2, 3, 4], media=media)
 
 
-def test_pc_01_another_picture_with_as_many_placeholders_shares_the_text_before_it():
+def test_pc_01_another_image_with_as_many_placeholders_shares_the_text_before_it():
     first, second = chat("a"), chat("b")
     assert first.prompt_ids == second.prompt_ids
     assert shared(digests(first), digests(second)) == 1
@@ -102,22 +102,22 @@ def test_pc_01_another_picture_with_as_many_placeholders_shares_the_text_before_
     assert shared(digests(first), digests(request(first.prompt_ids))) == 1
 
 
-def test_pc_01_the_order_of_pictures_matters():
+def test_pc_01_the_order_of_images_matters():
     ab, ba, aa = digests(chat("a", "b")), digests(chat("b", "a")), digests(chat("a", "a"))
     assert shared(ab, ba) == 1
-    assert shared(ab, aa) == 3  # text and the first picture: 12 tokens, the second picture from there
+    assert shared(ab, aa) == 3  # text and the first image: 12 tokens, the second image from there
 
 
-def test_pc_01_a_second_picture_keeps_the_first_one_s_blocks():
+def test_pc_01_a_second_image_keeps_the_first_one_s_blocks():
     assert shared(digests(chat("a")), digests(chat("a", "b"))) == 3
 
 
-def test_pc_01_a_picture_that_begins_in_the_middle_of_a_block_differs_from_it_on():
+def test_pc_01_a_image_that_begins_in_the_middle_of_a_block_differs_from_it_on():
     first, second = chat("a", text=6), chat("b", text=6)
     assert shared(digests(first), digests(second)) == 1
 
 
-def test_pc_01_features_of_one_picture_at_other_placeholders_are_another_block():
+def test_pc_01_features_of_one_image_at_other_placeholders_are_another_block():
     """Nothing but placeholders, and what stands at each is another feature every time."""
     ids = [PAD] * 8
     laid = [span("a", 0, 8)], [span("a", 0, 7)], [span("a", 1, 7)], [span("a", 0, 4), span("a", 4, 4)]
@@ -136,7 +136,7 @@ def test_pc_02_the_kind_of_medium_is_in_its_key_and_the_key_in_the_digest():
 
 
 def test_rotary_positions_are_part_of_what_a_block_holds():
-    """Two films of the same frames, of which one runs slower: their features are equal, their positions are not."""
+    """Two videos of the same frames, of which one runs slower: their features are equal, their positions are not."""
     ids = [1, 2, *[PAD] * 8, 3, 4, 5, 6, 7, 8]
     media = [span("step 0", 2, 4, "video"), span("step 1", 6, 4, "video")]
     slow, fast = (np.broadcast_to(np.arange(16, dtype=np.int32), (3, 16)).copy() for _ in range(2))
@@ -153,7 +153,7 @@ class Item:
 
 
 def test_rotary_positions_of_output_are_those_it_has_as_a_prompt():
-    """With a picture, the positions of a turn's output are only known by what they are added to."""
+    """With an image, the positions of a turn's output are only known by what they are added to."""
     ids = [1, *[PAD] * 4, *range(10, 25)]
     media = [span("a", 1, 4)]
     positions = mrope_positions(len(ids), [(1, Item())], merge_size=2, tokens_per_second=None)

@@ -63,7 +63,7 @@ def test_what_was_used_once_is_worth_the_time_of_that_in_any_modality():
         assert by_modality(use(modality, depth=0, times=(7.0,))) == 7.0
 
 
-def test_pictures_and_film_go_by_their_last_use_alone():
+def test_images_and_video_go_by_their_last_use_alone():
     for modality in ("image", "video"):
         assert by_modality(use(modality, times=(1.0, 2.0, 3.0))) == lru(use(modality, times=(3.0,))) == 3.0
 
@@ -87,7 +87,7 @@ def test_system_prompts_and_tables_go_last():
     assert by_modality(image) == 50.0
 
 
-def test_the_pool_keeps_the_system_prompt_through_a_flood_of_pictures():
+def test_the_pool_keeps_the_system_prompt_through_a_flood_of_images():
     pool = BlockPool(21, 16)
     for now in range(3):
         system = cached_chain(pool, b"sys" + bytes([now]), now=float(now))[:3]

@@ -140,7 +140,7 @@ def test_a_directory_and_a_config_file_say_the_same(tmp_path):
     # 8.03 billion parameters of 2 bytes, as its model card says.
     assert plans[0]["memory"]["weights"] == pytest.approx(16.06e9, rel=0.001)
     assert plans[0]["memory"]["features"] == 0
-    assert plans[0]["speed"]["picture_seconds"] is None
+    assert plans[0]["speed"]["image_seconds"] is None
 
 
 def test_int8_takes_the_cache_s_bytes_with_a_scale_a_row():

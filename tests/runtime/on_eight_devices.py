@@ -194,7 +194,7 @@ def test_a_compressing_engine_runs_on_a_mesh():
 
 
 @pytest.mark.parametrize(("family", "size"), [("qwen2_vl", 4), ("qwen2_5_vl", 2)])
-def test_pictures_and_film_equal_one_device(family, size):
+def test_images_and_video_equal_one_device(family, size):
     """Three heads of a tower do not divide, and stay whole; its inner width is shared out."""
     one, many = seeing(family, 1), seeing(family, size)
     params = greedy(max_tokens=16, logprobs=20)

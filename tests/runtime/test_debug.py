@@ -56,7 +56,7 @@ def test_a_step_reads_like_this():
     ]
 
 
-def test_positions_of_a_picture_are_runs_and_follow_it_in_the_output():
+def test_positions_of_a_image_are_runs_and_follow_it_in_the_output():
     positions = np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]], np.int32)
     sequence = sequence_of("r", 6, positions=positions)
     sequence.known += [5]
@@ -67,7 +67,7 @@ def test_positions_of_a_picture_are_runs_and_follow_it_in_the_output():
 
 
 def test_what_it_says_is_what_is_packed():
-    """Ids, places, positions and lengths, of every step of real requests: chunks, decoding, a picture."""
+    """Ids, places, positions and lengths, of every step of real requests: chunks, decoding, an image."""
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded)
     runner, packed, told = engine._runner, [], []
@@ -92,7 +92,7 @@ def test_what_it_says_is_what_is_packed():
     finally:
         del runner._pack_body, runner.dispatch
     assert len(told) == len(packed) > 5
-    rows = on_device = pictures = 0
+    rows = on_device = images = 0
     for text, fields in zip(told, packed, strict=True):
         for n, block in enumerate(re.split(r"\n(?=\S)", text)[1:]):
             if block.startswith("padding"):
@@ -117,7 +117,7 @@ def test_what_it_says_is_what_is_packed():
             runs = re.search(r"positions  (.*)", block)[1]
             triples = [[int(x) for x in found] for found in re.findall(r"\((\d+), (\d+), (\d+)\)", runs)]
             if triples:
-                pictures += "features" in block
+                images += "features" in block
                 assert fields["rotary"][:, first].tolist() == triples[0]
                 assert fields["rotary"][:, last].tolist() == triples[-1]
             else:
@@ -125,4 +125,4 @@ def test_what_it_says_is_what_is_packed():
                 assert fields["rotary"][0, [first, last]].tolist() == [ends[0], ends[-1]]
     assert rows > 6
     assert on_device
-    assert pictures
+    assert images

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from omni_jax.models import abstract_weights, model_config
-from omni_jax.runtime.sharding import RULES, fit, make_mesh, rows_of, sharding_of, spec_of
+from omni_jax.runtime.sharding import RULES, fit, make_mesh, replica_meshes, sharding_of, spec_of
 from tests import tiny, tiny_vl
 from tests.virtual_devices import passes_on_eight_devices
 
@@ -69,7 +69,7 @@ def test_meshes_and_their_rows():
     devices = [f"device {n}" for n in range(8)]
     mesh = make_mesh(devices, data=2, model=3)
     assert dict(mesh.shape) == {"data": 2, "model": 3}
-    assert [row.devices.tolist() for row in rows_of(mesh)] == [[devices[:3]], [devices[3:6]]]
+    assert [row.devices.tolist() for row in replica_meshes(mesh)] == [[devices[:3]], [devices[3:6]]]
     with pytest.raises(ValueError, match=r"data=3 x model=3 needs 9 devices, and there are 8"):
         make_mesh(devices, data=3, model=3)
     with pytest.raises(ValueError, match="at least one"):

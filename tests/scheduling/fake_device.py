@@ -2,7 +2,7 @@
 
 The model's next token depends on every token before it, and so does what it writes to the cache: the entry of a
 position is a digest of all tokens up to there. So an entry tells whether a given sequence would have written it. In the
-place of a picture's placeholder stands a number that only the encoder can have written.
+place of an image's placeholder stands a number that only the encoder can have written.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def sample(digest: int, index: int) -> int:
 
 
 def feature(key: bytes, index: int) -> int:
-    """What the encoder makes of the index-th part of a picture."""
+    """What the encoder makes of the index-th part of an image."""
     return 1000 + zlib.crc32(key + bytes([index]))
 
 

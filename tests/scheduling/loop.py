@@ -64,8 +64,8 @@ class WatchedPool(BlockPool):
         assert self.counted[block] <= 1 or self.shared_in[block] == self.step, "writes to a shared block"
 
 
-def picture(name: str, start: int, length: int) -> MediaSpan:
-    """A picture of `length` tokens, and as many patches, at a place in the prompt."""
+def image_span(name: str, start: int, length: int) -> MediaSpan:
+    """An image of `length` tokens, and as many patches, at a place in the prompt."""
     patches = np.zeros((length, 1, 1, 1, 1), np.uint8)
     return MediaSpan(key=name.encode(), modality="image", start=start, length=length, grid=(1, length), patches=patches)
 
@@ -138,7 +138,7 @@ class Loop:
         swap: int | None = None,
         ratio: Callable[[int, int], float] | None = None,
     ):
-        """`blocks` are the usable ones. With `feature_rows`, the model reads pictures, of `most_patches` a call at
+        """`blocks` are the usable ones. With `feature_rows`, the model reads images, of `most_patches` a call at
         most; a call of the encoder takes so many slices. `swap` is the seed of a FakeSwap, `ratio` what compression may
         drop."""
         self.pool = WatchedPool(blocks + 1, block_size)
@@ -261,8 +261,8 @@ class Loop:
     def run(self, steps: int = 0) -> None:
         """Until all is done, in so many steps at most, or in as many as a bounded number of recomputations takes."""
         needed = sum(s.num_prompt + s.max_output for s in self.sequences)
-        pictures = sum(len(s.request.media) for s in self.sequences)
-        for _ in range(steps or 100 + 10 * needed + 10 * pictures * (self.slices + 1)):
+        images = sum(len(s.request.media) for s in self.sequences)
+        for _ in range(steps or 100 + 10 * needed + 10 * images * (self.slices + 1)):
             if not self.step():
                 return self.check_idle()
         raise AssertionError("it goes on and on")
@@ -366,7 +366,7 @@ class Loop:
         entries = self.features.cache._entries
         assert held == collections.Counter({key: e.references for key, e in entries.items() if e.references})
         rows = [row for entry in entries.values() for row in entry.rows.tolist()]
-        assert len(set(rows)) == len(rows), "two pictures share a row"
+        assert len(set(rows)) == len(rows), "two images share a row"
         for sequence in self.sequences:
             if sequence.finish_reason is not None:
                 assert sequence.media_passed == sequence.media_held

@@ -56,7 +56,7 @@ class Setting:
     config: SchedulerConfig
     blocks: int
     block_size: int
-    pictures: bool
+    images: bool
     crowd: int
     urgent: float
     caching: bool
@@ -68,11 +68,11 @@ class Setting:
         """Seconds that a sequence may go without tokens. By deadline, it stands before everybody who was served lately
         once it has waited for its classes' distance and one more, times aging_seconds (SLOFirst). From then on those
         who were before it are served, as many at a time as slots and blocks allow, each to its end at most; and their
-        pictures are encoded before its own, in order of arrival."""
+        images are encoded before its own, in order of arrival."""
         longest = -(-self.config.max_model_len // self.block_size)
         at_once = min(self.config.max_num_seqs, self.blocks // longest)
         aging = (PRIORITIES[-1] - PRIORITIES[0] + 1) * (self.aging or 0.0)
-        encoding = (SLICES + 1) * self.crowd if self.pictures else 0
+        encoding = (SLICES + 1) * self.crowd if self.images else 0
         return aging + (2 + self.crowd / at_once) * self.config.max_model_len + encoding
 
 
@@ -120,7 +120,7 @@ def random_setting(rng: random.Random) -> Setting:
         ),
         blocks=max(longest, round(longest * rows * rng.choice((0.1, 0.4, 1.0)))),
         block_size=block_size,
-        pictures=rng.random() < 0.4,
+        images=rng.random() < 0.4,
         crowd=rng.choice((rows, rows + 8, 2 * rows)),
         urgent=rng.choice((0.1, 0.5, 0.9)),
         caching=rng.random() < 0.5,
@@ -136,7 +136,7 @@ class Soak:
         self.setting, self.rng, self.report = setting, rng, report
         self.pool = BlockPool(setting.blocks + 1, setting.block_size)
         self.features = None
-        if setting.pictures:
+        if setting.images:
             self.features = Features(EncoderCache(24, rows_per_block=1), most_patches=16, pack_patches=16)
         discipline = FirstCome() if setting.aging is None else SLOFirst(aging_seconds=setting.aging)
         cost = Guess(setting.step_cost) if setting.step_cost else None

@@ -4,7 +4,7 @@ import pytest
 
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import SLOFirst
-from tests.scheduling.loop import Loop, picture
+from tests.scheduling.loop import Loop, image_span
 
 
 def loop(blocks=60, block_size=4, **options):
@@ -95,11 +95,11 @@ def test_pc_06_different_salts_share_nothing():
     assert found == [0, 0, 16]
 
 
-def test_pc_01_another_picture_with_as_many_placeholders_is_another_prompt():
+def test_pc_01_another_image_with_as_many_placeholders_is_another_prompt():
     run = loop(feature_rows=24)
     found = []
     for name in ("a", "b", "a"):
-        (sequence,) = run.add(20, id=f"{name}{len(found)}", media=[picture(name, 8, 6)], max_tokens=2)
+        (sequence,) = run.add(20, id=f"{name}{len(found)}", media=[image_span(name, 8, 6)], max_tokens=2)
         run.cases[sequence.request.id]
         run.run()
         found.append(sequence.cached)
@@ -107,14 +107,14 @@ def test_pc_01_another_picture_with_as_many_placeholders_is_another_prompt():
     assert found[0] == 0
 
 
-def test_a_cached_picture_is_not_encoded_again():
+def test_a_cached_image_is_not_encoded_again():
     run = loop(feature_rows=6)
     prompt = [i % 7 for i in range(22)]
-    run.add(prompt, media=[picture("a", 4, 6)], max_tokens=2)
+    run.add(prompt, media=[image_span("a", 4, 6)], max_tokens=2)
     run.run()
-    run.add(9, media=[picture("b", 1, 6)], max_tokens=2)  # takes a's rows of the feature array
+    run.add(9, media=[image_span("b", 1, 6)], max_tokens=2)  # takes a's rows of the feature array
     run.run()
-    (again,) = run.add(prompt, media=[picture("a", 4, 6)], max_tokens=2)
+    (again,) = run.add(prompt, media=[image_span("a", 4, 6)], max_tokens=2)
     run.run()
     run.check_endings()
     assert again.cached == 20

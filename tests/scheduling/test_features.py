@@ -1,6 +1,6 @@
-"""Pictures in the scheduler: who gets room in the encoder cache, who waits, and who does not."""
+"""Images in the scheduler: who gets room in the encoder cache, who waits, and who does not."""
 
-from tests.scheduling.loop import Loop, picture
+from tests.scheduling.loop import Loop, image_span
 
 
 def loop(**changes):
@@ -9,16 +9,16 @@ def loop(**changes):
     )
 
 
-def ask(run, *pictures, text=3, **params):
-    """A request whose prompt is pictures (name, length) one after another, and text."""
+def ask(run, *images, text=3, **params):
+    """A request whose prompt is images (name, length) one after another, and text."""
     media, at = [], 0
-    for name, length in pictures:
-        media.append(picture(name, at, length))
+    for name, length in images:
+        media.append(image_span(name, at, length))
         at += length
     return run.add(at + text, media=media, **{"max_tokens": 2, "ignore_eos": True} | params)[0]
 
 
-def test_nobody_waits_for_anothers_picture():
+def test_nobody_waits_for_anothers_image():
     run = loop(slices=50)
     ask(run, ("a", 6))
     text = ask(run)
@@ -29,7 +29,7 @@ def test_nobody_waits_for_anothers_picture():
     run.check_endings()
 
 
-def test_mm_07_two_pictures_that_fit_only_in_turn():
+def test_mm_07_two_images_that_fit_only_in_turn():
     run = loop()
     ask(run, ("a", 8), ("b", 8))
     run.run()
@@ -37,13 +37,13 @@ def test_mm_07_two_pictures_that_fit_only_in_turn():
     assert run.encoded == {b"a": 1, b"b": 1}
 
 
-def test_sch_02_a_chunk_may_end_anywhere_in_a_picture():
-    """Chunks of 4 tokens: pictures begin and end at each place in one, two of them in the same."""
+def test_sch_02_a_chunk_may_end_anywhere_in_a_image():
+    """Chunks of 4 tokens: images begin and end at each place in one, two of them in the same."""
     for text in range(5):
         run = loop(max_num_batched_tokens=4, max_num_seqs=2)
         run.add(
             20,
-            media=[picture("a", text, 6), picture("b", text + 6, 1), picture("c", text + 9, 4)],
+            media=[image_span("a", text, 6), image_span("b", text + 6, 1), image_span("c", text + 9, 4)],
             max_tokens=2,
         )
         run.run()
@@ -51,7 +51,7 @@ def test_sch_02_a_chunk_may_end_anywhere_in_a_picture():
         assert run.encoded == {b"a": 1, b"b": 1, b"c": 1}
 
 
-def test_a_picture_that_several_wait_for_is_encoded_once():
+def test_an_image_that_several_wait_for_is_encoded_once():
     run = loop(slices=5)
     for _ in range(4):
         ask(run, ("a", 6))
@@ -61,7 +61,7 @@ def test_a_picture_that_several_wait_for_is_encoded_once():
     assert (run.features.cache.queries, run.features.cache.hits) == (4, 3)
 
 
-def test_a_picture_is_kept_until_its_room_is_wanted():
+def test_an_image_is_kept_until_its_room_is_wanted():
     run = loop()
     for name in "aab":
         ask(run, (name, 8))
@@ -73,7 +73,7 @@ def test_a_picture_is_kept_until_its_room_is_wanted():
     run.check_endings()
 
 
-def test_small_pictures_share_a_call_and_a_large_one_goes_alone():
+def test_small_images_share_a_call_and_a_large_one_goes_alone():
     run = loop(most_patches=8, slices=1)
     ask(run, ("a", 3), ("b", 3), ("c", 6))
     run.step()
@@ -105,7 +105,7 @@ def test_an_abort_while_it_is_being_encoded_leaves_the_rows_alone_until_that_is_
 
 
 def test_who_runs_takes_room_back_from_who_waits():
-    """The second starts first, for its first picture is known; it then holds the blocks that the first needs, which
+    """The second starts first, for its first image is known; it then holds the blocks that the first needs, which
     holds the room for features that the second needs."""
     run = loop(blocks=20, max_model_len=20, slices=6)
     ask(run, ("known", 3))
@@ -116,7 +116,7 @@ def test_who_runs_takes_room_back_from_who_waits():
     run.check_endings()
 
 
-def test_a_large_picture_is_not_overtaken_for_ever():
+def test_a_large_image_is_not_overtaken_for_ever():
     run = loop(max_num_seqs=4)
     for i in range(6):
         ask(run, (f"small{i}", 5), max_tokens=9)

@@ -2,7 +2,7 @@
 
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import SLOFirst
-from tests.scheduling.loop import Loop, picture
+from tests.scheduling.loop import Loop, image_span
 
 # A step of the loop takes a second.
 PACE = SLO(priority=0, tpot_ms=5000)
@@ -26,7 +26,7 @@ def decoding(discipline, **options) -> Loop:
 
 
 def waits(run: Loop, **slo):
-    (sequence,) = run.add(8, media=[picture("a", 1, 6)], max_tokens=2, slo=SLO(**slo))
+    (sequence,) = run.add(8, media=[image_span("a", 1, 6)], max_tokens=2, slo=SLO(**slo))
     run.step()
     return sequence
 
@@ -48,13 +48,13 @@ def test_a_slice_waits_until_who_decodes_has_the_lead_for_it():
     assert run.scheduler.may_encode(lead + 6.0)
 
 
-def test_a_more_urgent_picture_does_not_wait():
+def test_a_more_urgent_image_does_not_wait():
     run = decoding(SLOFirst(aging_seconds=1000))
     waits(run, priority=-1)
     assert run.scheduler.may_encode(1e6)
 
 
-def test_who_waits_for_a_picture_rises_by_aging():
+def test_who_waits_for_a_image_rises_by_aging():
     run = decoding(SLOFirst(aging_seconds=4), slices=1000)
     sequence = waits(run, priority=1)
     assert not run.scheduler.may_encode(1e6)

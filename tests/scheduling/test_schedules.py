@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import Buckets, SLOFirst
-from tests.scheduling.loop import Loop, picture
+from tests.scheduling.loop import Loop, image_span
 
-LENGTHS = {"a": 1, "b": 2, "c": 3, "d": 6}  # of pictures, by name
+LENGTHS = {"a": 1, "b": 2, "c": 3, "d": 6}  # of images, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ RATIOS = (lambda step, total: 0.5, lambda step, total: min(0.1 * step, 0.6), lam
 
 
 @st.composite
-def scenarios(draw, pictures=False, slo=False, memory=False):
+def scenarios(draw, images=False, slo=False, memory=False):
     """(arguments of Loop, events). Small pools and small numbers, so that everything touches an edge often."""
     block_size = draw(st.integers(1, 5))
     max_model_len = draw(st.integers(2, 26))
@@ -55,7 +55,7 @@ def scenarios(draw, pictures=False, slo=False, memory=False):
         ),
         "eos": draw(st.sets(st.integers(0, 6), max_size=1)),
     }
-    if pictures:
+    if images:
         loop |= {
             "feature_rows": draw(st.integers(max(LENGTHS.values()), 12)),
             "most_patches": draw(st.integers(max(LENGTHS.values()), 12)),
@@ -68,12 +68,12 @@ def scenarios(draw, pictures=False, slo=False, memory=False):
         loop["prefix_caching"] = draw(st.booleans())
         loop["swap"] = draw(st.none() | st.integers(0, 1000))
         loop["ratio"] = draw(st.sampled_from([None, None, *RATIOS]))
-    events = draw(st.lists(_events(block_size, max_model_len, pictures, slo), min_size=1, max_size=12))
+    events = draw(st.lists(_events(block_size, max_model_len, images, slo), min_size=1, max_size=12))
     return loop, sorted(events, key=lambda event: event.step)
 
 
 @st.composite
-def _events(draw, block_size, max_model_len, pictures=False, slo=False):
+def _events(draw, block_size, max_model_len, images=False, slo=False):
     step = draw(st.integers(0, 12))
     kind = draw(st.sampled_from(["add"] * 8 + ["abort", "abort between", "stop between", "raise", "raise late"]))
     if kind != "add":
@@ -94,8 +94,8 @@ def _events(draw, block_size, max_model_len, pictures=False, slo=False):
         "stop_pair": draw(st.none() | st.tuples(st.integers(0, 6), st.integers(0, 6))),
         "nan_at": draw(st.sampled_from([None] * 9 + [0, 2])),
     }
-    if pictures:
-        what["media"] = draw(_pictures(prompt))
+    if images:
+        what["media"] = draw(_images(prompt))
     if slo:
         what["segments"] = draw(_segments(prompt))
         what["slo"] = SLO(tpot_ms=draw(st.sampled_from([None, 100, 3000])), priority=draw(st.integers(-1, 2)))
@@ -103,14 +103,14 @@ def _events(draw, block_size, max_model_len, pictures=False, slo=False):
 
 
 @st.composite
-def _pictures(draw, prompt):
-    """Pictures in a prompt, some of them the same, next to each other or with text between."""
+def _images(draw, prompt):
+    """Images in a prompt, some of them the same, next to each other or with text between."""
     media, at = [], 0
     for name in draw(st.lists(st.sampled_from(sorted(LENGTHS)), max_size=4)):
         at += draw(st.integers(0, 4))
         if at + LENGTHS[name] > prompt:
             break
-        media.append(picture(name, at, LENGTHS[name]))
+        media.append(image_span(name, at, LENGTHS[name]))
         at += LENGTHS[name]
     return media
 
@@ -166,9 +166,9 @@ def test_any_schedule_says_what_each_says_alone(scenario):
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(scenarios(pictures=True))
-def test_any_schedule_with_pictures_says_what_each_says_alone(scenario):
-    """And the feature array is small, so that pictures are evicted, taken back and encoded again."""
+@given(scenarios(images=True))
+def test_any_schedule_with_images_says_what_each_says_alone(scenario):
+    """And the feature array is small, so that images are evicted, taken back and encoded again."""
     arguments, events = scenario
     loop = Loop(**arguments)
     play(loop, events)
@@ -176,7 +176,7 @@ def test_any_schedule_with_pictures_says_what_each_says_alone(scenario):
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(st.booleans().flatmap(lambda pictures: scenarios(pictures=pictures, slo=True)))
+@given(st.booleans().flatmap(lambda images: scenarios(images=images, slo=True)))
 def test_any_schedule_by_deadline_says_what_each_says_alone(scenario):
     """However prompts are cut, and whoever is urgent: it decides when work runs, and never what comes out."""
     arguments, events = scenario
@@ -187,7 +187,7 @@ def test_any_schedule_by_deadline_says_what_each_says_alone(scenario):
 
 @settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
-    st.tuples(st.booleans(), st.booleans()).flatmap(lambda some: scenarios(pictures=some[0], slo=some[1], memory=True))
+    st.tuples(st.booleans(), st.booleans()).flatmap(lambda some: scenarios(images=some[0], slo=some[1], memory=True))
 )
 def test_pre_01_pre_03_any_schedule_with_shared_swapped_and_compressed_blocks_says_what_each_says_alone(scenario):
     """The fake device checks each entry that is read: another's, a stale or a lost one would show."""

@@ -36,7 +36,7 @@ def test_without_aging_somebody_starves(monkeypatch):
         ),
         blocks=24,
         block_size=4,
-        pictures=False,
+        images=False,
         crowd=16,
         urgent=0.95,
         caching=False,

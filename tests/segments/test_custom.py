@@ -4,14 +4,14 @@ import pytest
 
 from omni_jax.requests import InvalidRequest
 from omni_jax.segments import by_modality, custom, make_policy
-from tests.segments.toy import Picture, pieces, view_of
+from tests.segments.toy import Image, pieces, view_of
 
 OWN = "tests.segments.own_policies"
 
 
 @pytest.fixture
 def view():
-    return view_of(["Look: ", Picture(2, 3), "what is it?"])
+    return view_of(["Look: ", Image(2, 3), "what is it?"])
 
 
 def test_ranges_become_segments_of_the_modality_they_begin_in(view):

@@ -14,7 +14,7 @@ from omni_jax.segments import decode_deadline, with_deadlines
 
 
 class Cost:
-    """Prefill costs a token a millisecond, growing with the context; a picture as given a patch."""
+    """Prefill costs a token a millisecond, growing with the context; an image as given a patch."""
 
     def __init__(self, token=1e-3, pair=0.0, patch=0.0):
         self.token, self.pair, self.patch = token, pair, patch
@@ -69,7 +69,7 @@ def test_later_tokens_cost_more_and_get_more_time():
     assert [s.deadline for s in found] == pytest.approx([0.25, 1.0])
 
 
-def test_a_picture_is_encoded_before_its_first_segment():
+def test_an_image_is_encoded_before_its_first_segment():
     segments = cover(10, 10, 10, 10)
     cost = Cost(token=1.0, patch=1.0)
     found = with_deadlines(segments, SLO(ttft_ms=1000), 0.0, cost, media=[span(10, 5), span(15, 10)])

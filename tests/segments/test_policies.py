@@ -19,7 +19,7 @@ from omni_jax.segments import (
     make_policy,
     request,
 )
-from tests.segments.toy import TABLE, Control, Picture, pieces, prompts, view_of
+from tests.segments.toy import TABLE, Control, Image, pieces, prompts, view_of
 
 LEFT = {"left": [0, 0, 0.5, 1]}
 SPECS = (
@@ -89,13 +89,13 @@ def test_media_are_cut_by_nothing_but_regions(spec, view):
 
 def test_request_counts_as_the_medium_with_the_most_tokens():
     assert ranges(request(view_of(["Hello."]))) == [(0, 6, "text")]
-    video = Picture(2, 2, steps=2, modality="video")
-    assert ranges(request(view_of(["Hello, what is it?", Picture(2, 2), video]))) == [(0, 30, "video")]
-    assert ranges(request(view_of([Picture(2, 3), Picture(2, 3), video])))[0][2] == "image"
+    video = Image(2, 2, steps=2, modality="video")
+    assert ranges(request(view_of(["Hello, what is it?", Image(2, 2), video]))) == [(0, 30, "video")]
+    assert ranges(request(view_of([Image(2, 3), Image(2, 3), video])))[0][2] == "image"
 
 
 def test_by_modality_gives_media_tables_and_the_text_between():
-    view = view_of(["Hi.\n", Control("<v>"), Picture(2, 2), Control("</v>"), f"Look:\n{TABLE}Why?", Picture(1, 2)])
+    view = view_of(["Hi.\n", Control("<v>"), Image(2, 2), Control("</v>"), f"Look:\n{TABLE}Why?", Image(1, 2)])
     segments = by_modality(view)
     assert [(s.label, s.modality) for s in segments] == [
         ("text 1", "text"),
@@ -125,7 +125,7 @@ def test_two_tables_in_one_token():
 
 
 def test_by_length_cuts_text_and_leaves_media_whole():
-    view = view_of(["abcdefghij", Picture(3, 3), "abc"])
+    view = view_of(["abcdefghij", Image(3, 3), "abc"])
     assert ranges(by_length(4)(view)) == [
         (0, 4, "text"),
         (4, 8, "text"),
@@ -157,9 +157,9 @@ def story(sentences):
 # Parts, and how many times the longest segment may be as long as the shortest.
 MIXES = {
     "a document": ([story(90)], 1.2),
-    "a document with a picture": ([story(50), Picture(28, 36), story(24)], 1.5),
-    "two pictures and questions": ([story(9), Picture(40, 30), story(8), Picture(24, 24), story(10)], 1.8),
-    "a film and a question": ([Picture(12, 18, steps=8, modality="video"), story(12)], 2.0),
+    "a document with an image": ([story(50), Image(28, 36), story(24)], 1.5),
+    "two images and questions": ([story(9), Image(40, 30), story(8), Image(24, 24), story(10)], 1.8),
+    "a video and a question": ([Image(12, 18, steps=8, modality="video"), story(12)], 2.0),
 }
 
 
@@ -176,7 +176,7 @@ def test_hybrid_balances_what_is_long(parts, most):
 
 
 def test_hybrid_parts_of_one_item_differ_by_at_most_a_unit():
-    view = view_of([Picture(29, 31)])
+    view = view_of([Image(29, 31)])
     rows = [s.length // 31 for s in hybrid(max_image=200)(view)]
     assert sum(rows) == 29
     assert all(s.length % 31 == 0 for s in hybrid(max_image=200)(view))
@@ -186,16 +186,16 @@ def test_hybrid_parts_of_one_item_differ_by_at_most_a_unit():
 
 
 def test_hybrid_cuts_videos_between_steps_and_long_steps_between_rows():
-    steps = view_of([Picture(4, 5, steps=7, modality="video")])
+    steps = view_of([Image(4, 5, steps=7, modality="video")])
     assert [s.length for s in hybrid(max_video=60)(steps)] == [40, 40, 60]
-    long = view_of([Picture(6, 5, steps=2, modality="video")])
+    long = view_of([Image(6, 5, steps=2, modality="video")])
     assert [s.length for s in hybrid(max_video=20)(long)] == [15, 15] * 2
-    wide = view_of([Picture(3, 50)])
+    wide = view_of([Image(3, 50)])
     assert [s.length for s in hybrid(max_image=20)(wide)] == [50] * 3
 
 
 def test_hybrid_leaves_tables_and_short_items_whole():
-    view = view_of(["Hi. You. ", Picture(3, 3), "Look.\n", TABLE * 20, "Well. So."])
+    view = view_of(["Hi. You. ", Image(3, 3), "Look.\n", TABLE * 20, "Well. So."])
     assert [(s.label, s.length) for s in hybrid(max_text=20, max_image=9)(view)] == [
         ("text 1", 9),
         ("image 1", 9),
@@ -206,9 +206,7 @@ def test_hybrid_leaves_tables_and_short_items_whole():
 
 
 def test_policies_for_each_modality():
-    view = view_of(
-        ["One. Two.\n", Picture(4, 2), f"Look.\n{TABLE}Three. Four.", Picture(1, 2, steps=2, modality="video")]
-    )
+    view = view_of(["One. Two.\n", Image(4, 2), f"Look.\n{TABLE}Three. Four.", Image(1, 2, steps=2, modality="video")])
     spec = {
         "text": {"policy": "by_sentence"},
         "image": {"policy": "by_region", "regions": {"rows": 2}},
@@ -232,7 +230,7 @@ def test_policies_for_each_modality():
 def test_a_name_alone_is_a_mapping_without_arguments(name):
     if name in ("by_length", "by_region"):
         return
-    view = view_of(["One. Two. " * 40, Picture(20, 20)])
+    view = view_of(["One. Two. " * 40, Image(20, 20)])
     assert make_policy(name)(view) == make_policy({"policy": name})(view)
 
 
@@ -282,7 +280,7 @@ def test_bad_specs_are_refused_with_what_there_is(spec, fault):
 
 
 def test_by_region_leaves_text_whole():
-    view = view_of(["One. Two.", Picture(2, 2), TABLE])
+    view = view_of(["One. Two.", Image(2, 2), TABLE])
     assert ranges(by_region({"rows": 2})(view)) == [
         (0, 9, "text"),
         (9, 11, "image"),

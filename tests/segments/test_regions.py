@@ -1,4 +1,4 @@
-"""Regions of pictures, against which region the middle of each token lies in."""
+"""Regions of images, against which region the middle of each token lies in."""
 
 import collections
 import itertools
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_jax.segments import by_region, check_cover
-from tests.segments.toy import Picture, view_of
+from tests.segments.toy import Image, view_of
 
 LEFT_RIGHT = {"left": [0, 0, 0.5, 1], "right": [0.5, 0, 1, 1]}
 
@@ -22,7 +22,7 @@ def painted(view, policy):
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
 def test_a_grid_is_as_equal_as_whole_tokens_allow(rows, cols, down, across):
-    labels = painted(view_of([Picture(rows, cols)]), by_region({"rows": down, "cols": across}))
+    labels = painted(view_of([Image(rows, cols)]), by_region({"rows": down, "cols": across}))
     table = [labels[row * cols : (row + 1) * cols] for row in range(rows)]
     bands = collections.Counter(labels)
     assert len(bands) == min(rows, down) * min(cols, across)
@@ -36,7 +36,7 @@ def test_a_grid_is_as_equal_as_whole_tokens_allow(rows, cols, down, across):
 
 
 def test_bands_are_one_segment_each_and_columns_one_a_row():
-    view = view_of(["Look: ", Picture(8, 6), "Why?"])
+    view = view_of(["Look: ", Image(8, 6), "Why?"])
     bands = by_region({"rows": 2})(view)
     assert [(s.start, s.stop, s.label) for s in bands[1:-1]] == [
         (6, 30, "image 1 region 1,1"),
@@ -53,7 +53,7 @@ def test_bands_are_one_segment_each_and_columns_one_a_row():
 def test_named_regions_hold_the_tokens_whose_middle_lies_in_them(rows, cols, data):
     x, y = data.draw(st.floats(0.05, 0.95)), data.draw(st.floats(0.05, 0.95))
     boxes = {"a": [0, 0, x, y], "b": [x, 0.0, 1.0, y], "c": [0, y, x, 1]}
-    labels = painted(view_of([Picture(rows, cols)]), by_region(boxes))
+    labels = painted(view_of([Image(rows, cols)]), by_region(boxes))
     for index, label in enumerate(labels):
         middle_x, middle_y = (index % cols + 0.5) / cols, (index // cols + 0.5) / rows
         expected = {(True, True): "a", (False, True): "b", (True, False): "c", (False, False): "rest"}
@@ -61,7 +61,7 @@ def test_named_regions_hold_the_tokens_whose_middle_lies_in_them(rows, cols, dat
 
 
 def test_regions_begin_anew_in_each_step_of_a_video():
-    view = view_of([Picture(2, 2, steps=2, modality="video"), Picture(2, 1)])
+    view = view_of([Image(2, 2, steps=2, modality="video"), Image(2, 1)])
     assert (
         painted(view, by_region({"all": [0, 0, 1, 1]}))
         == ["video 1 step 1 all"] * 4 + ["video 1 step 2 all"] * 4 + ["image 1 all"] * 2

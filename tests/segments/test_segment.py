@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omni_jax.requests import InvalidRequest
 from omni_jax.requests.segment import Segment
 from omni_jax.segments import MediaView, check_cover
-from tests.segments.toy import Control, Picture, view_of
+from tests.segments.toy import Control, Image, view_of
 
 
 def segments(*ranges):
@@ -65,11 +65,11 @@ def test_media_view_of_another_size_is_refused():
 
 
 def test_part_is_a_prompt_of_its_own():
-    view = view_of(["ab", Control(), "cd", Picture(2, 2), "ef", Picture(1, 3), Control(), "g"])
+    view = view_of(["ab", Control(), "cd", Image(2, 2), "ef", Image(1, 3), Control(), "g"])
     part = view.part(1, 12)
     assert part.length == 11
     assert part.text(0, 4) == "b<|im_end|>cd"
     assert part.token_texts(8, 10) == ("e", "f")
-    assert [(item.start, item.stop) for item in part.media] == [(4, 8)]  # the second picture is not whole in it
+    assert [(item.start, item.stop) for item in part.media] == [(4, 8)]  # the second image is not whole in it
     assert part.controls == (1,)
     assert part.part(4, 8).media[0].start == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from omni_jax.segments import by_sentence, check_cover
 from omni_jax.segments.sentences import sentence_ends
-from tests.segments.toy import Control, Picture, pieces, view_of
+from tests.segments.toy import Control, Image, pieces, view_of
 
 CASES = {
     "marks": "One.| Two!| Three?| Four…| Five?!| Six...| Seven",
@@ -211,7 +211,7 @@ def test_code_and_data_are_cut_at_line_breaks():
 
 
 def test_media_cut_text_and_are_whole():
-    view = view_of(["Look. At ", Picture(2, 3), "this. Bye."])
+    view = view_of(["Look. At ", Image(2, 3), "this. Bye."])
     segments = by_sentence(view)
     assert [(s.modality, s.label) for s in segments] == [
         ("text", "sentence 1"),

@@ -11,7 +11,7 @@ from omni_jax.segments import MediaView, PromptView
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class Image:
     rows: int
     cols: int
     steps: int = 1
@@ -26,7 +26,7 @@ class Control:
 
 
 def view_of(
-    parts: Iterable[str | Picture | Control], *, seed: int | None = None, longest: int = 6, words: bool = False
+    parts: Iterable[str | Image | Control], *, seed: int | None = None, longest: int = 6, words: bool = False
 ) -> PromptView:
     """A prompt of these parts; no token is of two of them. Text is cut into tokens of one character; with `words` into
     words, each with the space before it; with a seed at random into tokens of up to `longest` characters, and now and
@@ -36,7 +36,7 @@ def view_of(
     media: list[MediaView] = []
     controls: list[int] = []
     for part in parts:
-        if isinstance(part, Picture):
+        if isinstance(part, Image):
             count = part.rows * part.cols * part.steps
             media.append(
                 MediaView(
@@ -104,13 +104,13 @@ WORDS = st.lists(
     st.one_of(ODD, st.text(max_size=5), st.sampled_from(["The ", "cat", "Dr", " Élan", "好"])), max_size=25
 )
 TEXTS = WORDS.map("".join)
-PICTURES = st.builds(
-    lambda rows, cols, steps: Picture(rows, cols, steps or 1, "video" if steps else "image"),
+IMAGES = st.builds(
+    lambda rows, cols, steps: Image(rows, cols, steps or 1, "video" if steps else "image"),
     st.integers(1, 30),
     st.integers(1, 30),
     st.integers(0, 4),
 )
-PARTS = st.lists(st.one_of(TEXTS, PICTURES, st.builds(Control)), min_size=1, max_size=8)
+PARTS = st.lists(st.one_of(TEXTS, IMAGES, st.builds(Control)), min_size=1, max_size=8)
 
 
 @st.composite

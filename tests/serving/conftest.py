@@ -103,7 +103,7 @@ async def official(client: Client) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture
 async def host() -> AsyncIterator[Listener]:
-    """A host on loopback that has a picture or two."""
+    """A host on loopback that has an image or two."""
     async with listening() as listener:
         listener.answers |= {"/red.png": response(png(RED)), "/blue.png": response(png(BLUE))}
         yield listener

@@ -47,7 +47,7 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 
 
 def make_vision(tokenizer: Tokenizer) -> VisionInputs:
-    """Of a tiny Qwen2-VL: a token is 8 x 8 pixels, and pictures have 4 to 128 of them."""
+    """Of a tiny Qwen2-VL: a token is 8 x 8 pixels, and images have 4 to 128 of them."""
     image, video = (tokenizer.encode(token)[-1] for token in ("<|image_pad|>", "<|video_pad|>"))
     sizes = {"patch_size": tiny_vl.PATCH, "temporal_patch_size": tiny_vl.FRAMES}
     config = VisionConfig(
@@ -86,7 +86,7 @@ def make_vision(tokenizer: Tokenizer) -> VisionInputs:
 
 
 def seeing_engine() -> "FakeEngine":
-    """One that reads pictures and film, and has room for them."""
+    """One that reads images and video, and has room for them."""
     engine = FakeEngine(info=FakeInfo(max_model_len=4096))
     backend = tiny_vl.tokenizer(512)
     engine.tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=tiny_vl.CHAT_TEMPLATE))
@@ -163,7 +163,7 @@ class FakeEngine:
         if self.dead:
             raise EngineError(self.dead)
 
-    def row_stats(self) -> tuple[EngineStats, ...]:
+    def replica_stats(self) -> tuple[EngineStats, ...]:
         return (self.stats(),)
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""Requests with pictures in them, and what the engine was given of those."""
+"""Requests with images in them, and what the engine was given of those."""
 
 import asyncio
 import base64
@@ -39,7 +39,7 @@ def image(color, size=(24, 16)) -> dict:
     return url_part(data_uri(png(color, size)))
 
 
-def film(colors, rate=2, size=(32, 32)) -> bytes:
+def video(colors, rate=2, size=(32, 32)) -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=rate)
@@ -93,4 +93,4 @@ def spelt(engine) -> str:
         assert len(set(ids[span.start : span.stop])) == 1
         ids[span.start : span.stop] = ids[span.start : span.start + 1]
     text = engine.tokenizer.decode(ids, skip_special_tokens=False)
-    return re.sub(r"(<\|video_pad\|>)+", r"\1", text)  # a film has a run for each step
+    return re.sub(r"(<\|video_pad\|>)+", r"\1", text)  # a video has a run for each step

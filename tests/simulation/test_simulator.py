@@ -74,7 +74,7 @@ def text(at: float, prompt: int, output: int, name: str = "a", **more) -> Reques
     return Request(id=name, prompt_ids=tuple(range(prompt)), params=params, arrival=at, **more)
 
 
-def picture(name: str, start: int, patches: int) -> MediaSpan:
+def image(name: str, start: int, patches: int) -> MediaSpan:
     zeros = np.broadcast_to(np.zeros((), np.uint8), (patches, 3, 1, 2, 2))
     return MediaSpan(
         key=name.encode(), modality="image", start=start, length=patches // 4, grid=(2, patches // 2), patches=zeros
@@ -108,9 +108,9 @@ def test_a_slow_host_sets_the_pace():
     assert record.ended_at == 4 * 5.0 + (1 + 1 / 8)
 
 
-def test_a_picture_is_encoded_first_and_then_read():
+def test_an_image_is_encoded_first_and_then_read():
     config = dataclasses.replace(SMALL, encoder_cache_tokens=16, max_patches=32, encoder_slices=4)
-    request = text(1.0, 8, 1, media=(picture("p", 2, 16),))
+    request = text(1.0, 8, 1, media=(image("p", 2, 16),))
     result = simulate_requests([request], config, Linear())
     (record,) = result.requests
     # The step is planned behind the last slice while that runs, so the host's time is not seen.
@@ -121,11 +121,11 @@ def test_a_picture_is_encoded_first_and_then_read():
 
 
 def test_one_slice_at_most_between_two_steps():
-    """Somebody who decodes waits for a slice at most, not for a picture."""
+    """Somebody who decodes waits for a slice at most, not for an image."""
     config = dataclasses.replace(SMALL, encoder_cache_tokens=64, max_patches=64, encoder_slices=5)
     requests = [
         text(0.0, 4, 40, "stream"),
-        *(text(10.0 + i, 20, 2, f"p{i}", media=(picture(f"p{i}", 1, 40),)) for i in range(3)),
+        *(text(10.0 + i, 20, 2, f"p{i}", media=(image(f"p{i}", 1, 40),)) for i in range(3)),
     ]
     result = simulate_requests(requests, config, Linear())
     kinds = "".join("e" if step.kind == "encode" else "s" for step in result.steps)
@@ -137,9 +137,9 @@ def test_one_slice_at_most_between_two_steps():
     assert ended == len(kinds) - 1
 
 
-def test_equal_pictures_are_encoded_once():
+def test_equal_images_are_encoded_once():
     config = dataclasses.replace(SMALL, encoder_cache_tokens=64, max_patches=64, encoder_slices=2)
-    requests = [text(0.1 * i, 20, 2, f"p{i}", media=(picture("same", 1, 40),)) for i in range(3)]
+    requests = [text(0.1 * i, 20, 2, f"p{i}", media=(image("same", 1, 40),)) for i in range(3)]
     result = simulate_requests(requests, config, Linear())
     assert sum(step.kind == "encode" for step in result.steps) == 2
     assert {r.finish_reason for r in result.requests} == {"length"}
@@ -170,14 +170,14 @@ def test_queueing_theory():
 
 @st.composite
 def fleets(draw):
-    """(requests, config, replicas, router, seed): small pools, so that sequences are preempted and pictures wait."""
+    """(requests, config, replicas, router, seed): small pools, so that sequences are preempted and images wait."""
     requests, at = [], 0.0
     for number in range(draw(st.integers(1, 12))):
         at += draw(st.sampled_from([0.0, 0.0, 0.3, 2.0, 40.0]))
         prompt = draw(st.integers(1, 40))
         media = ()
         if prompt >= 12 and draw(st.booleans()):
-            media = (picture(f"p{draw(st.integers(0, 3))}", draw(st.integers(0, prompt - 12)), 24),)
+            media = (image(f"p{draw(st.integers(0, 3))}", draw(st.integers(0, prompt - 12)), 24),)
         edges = sorted({0, prompt} | draw(st.sets(st.integers(0, prompt), max_size=3)))
         slo = SLO(priority=draw(st.integers(-1, 1)), tpot_ms=draw(st.sampled_from([None, 900.0])))
         requests.append(
@@ -272,7 +272,7 @@ def test_a_replica_is_idle_at_the_end():
     config = dataclasses.replace(SMALL, num_blocks=16, encoder_cache_tokens=32, max_patches=32)
     replica = Replica(0, config, Linear(), Recorder())
     for number in range(7):
-        replica.add(text(0.0, 30, 12, str(number), media=(picture(str(number), 3, 24),)))
+        replica.add(text(0.0, 30, 12, str(number), media=(image(str(number), 3, 24),)))
     now, wakes = 0.0, 0
     assert replica.load == 7 * 30
     while (again := replica.wake(now)) is not None:
@@ -392,10 +392,10 @@ def test_what_cannot_run_is_refused(arguments, error, message):
 
 
 @pytest.mark.parametrize(("cache", "most", "message"), [(0, 64, "encoder cache"), (64, 16, "max_patches")])
-def test_a_picture_that_never_fits_is_refused(cache, most, message):
+def test_an_image_that_never_fits_is_refused(cache, most, message):
     config = dataclasses.replace(SMALL, encoder_cache_tokens=cache, max_patches=most)
     with pytest.raises(InvalidRequest, match=message):
-        simulate_requests([text(0.0, 20, 2, media=(picture("p", 1, 40),))], config, Linear())
+        simulate_requests([text(0.0, 20, 2, media=(image("p", 1, 40),))], config, Linear())
 
 
 # -- routers ----------------------------------------------------------------------------------------------------------
@@ -423,12 +423,10 @@ def test_prefix_aware_follows_the_prompt_and_not_over_a_cliff():
     assert router.route(other, [12, 12, 0]) == 1
     assert router.route(shared, [1000, 12, 5]) == 2, "who served it has too much"
     assert router.route(shared, [0, 12, 17]) == 2, "and now it is there"
-    pictured = [
-        dataclasses.replace(shared, prompt_ids=(9,) * 12, media=(picture(name, 0, 16),)) for name in ("cat", "dog")
-    ]
-    assert router.route(pictured[0], [0, 0, 0]) == 0
-    assert router.route(pictured[1], [50, 0, 60]) == 1, "placeholders are equal, pictures are not"
-    assert router.route(pictured[0], [20, 20, 20]) == 0
+    imaged = [dataclasses.replace(shared, prompt_ids=(9,) * 12, media=(image(name, 0, 16),)) for name in ("cat", "dog")]
+    assert router.route(imaged[0], [0, 0, 0]) == 0
+    assert router.route(imaged[1], [50, 0, 60]) == 1, "placeholders are equal, images are not"
+    assert router.route(imaged[0], [20, 20, 20]) == 0
 
 
 def test_prefix_aware_goes_by_the_longest_beginning():

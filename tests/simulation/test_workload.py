@@ -117,7 +117,7 @@ def test_lengths_are_lognormal_and_clipped():
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"must|need|has a picture"):
+    with pytest.raises(ValueError, match=r"must|need|has an image"):
         wrong()
 
 
@@ -207,13 +207,13 @@ def test_pixels_may_be_left_out(trained, vision):
     assert len(wholes) == 4
 
 
-def test_a_text_model_takes_no_pictures(trained):
+def test_a_text_model_takes_no_images(trained):
     arrival = Arrival(at=0.0, id="a", kind="image", text_tokens=20, output_tokens=2, image=(56, 56))
     with pytest.raises(ValueError, match="reads text only"):
         build(arrival, trained, None, patches=False)
 
 
-def test_a_picture_that_no_model_takes(trained, vision):
+def test_an_image_that_no_model_takes(trained, vision):
     arrival = Arrival(at=0.0, id="a", kind="image", text_tokens=20, output_tokens=2, image=(5000, 2))
     with pytest.raises(InvalidRequest, match="crop it"):
         build(arrival, trained, vision, patches=False)

@@ -16,7 +16,7 @@ from omni_jax.scheduling import Event, Row, SLOFirst, StepPlan
 from omni_jax.telemetry.figures import SECONDS, Histogram
 from omni_jax.telemetry.recorder import WINDOW, Recorder, log_event, request_class
 from omni_jax.telemetry.records import RequestRecord, SegmentRecord
-from tests.scheduling.loop import Loop, picture
+from tests.scheduling.loop import Loop, image_span
 
 
 def sequence_of(prompt=10, *, id="r", arrival=0.0, segments=(), media=(), slo=None, index=0) -> Sequence:
@@ -139,16 +139,16 @@ def test_an_aborted_request_has_only_the_segments_that_were_computed():
 def test_without_segments_a_prompt_is_one():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
-    s = sequence_of(8, media=[picture("a", 2, 4)])
+    s = sequence_of(8, media=[image_span("a", 2, 4)])
     recorder.planned(plan := plan_of((s, 0, 8)), 1.0)
     recorder.committed(plan, 2.0)
     assert [(r.start, r.stop, r.modality, r.label) for r in records] == [(0, 8, "image", "request")]
 
 
-def test_the_stages_of_a_request_add_up_and_a_picture_in_the_tower_is_none_of_the_others():
+def test_the_stages_of_a_request_add_up_and_a_image_in_the_tower_is_none_of_the_others():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
-    media = [picture("a", 1, 2), picture("b", 4, 2), picture("a", 7, 2)]
+    media = [image_span("a", 1, 2), image_span("b", 4, 2), image_span("a", 7, 2)]
     s = sequence_of(10, arrival=10.0, media=media)
     recorder.encoding([media[0]], 11.0)
     recorder.encoded([media[0]], 13.0)
@@ -167,20 +167,20 @@ def test_the_stages_of_a_request_add_up_and_a_picture_in_the_tower_is_none_of_th
     assert [(r.start, r.started_at, r.ended_at) for r in encoded] == [(1, 11, 13), (4, 14.5, 17), (7, 11, 13)]
 
 
-def test_pictures_that_shared_a_call_of_the_tower_took_its_time_once():
+def test_images_that_shared_a_call_of_the_tower_took_its_time_once():
     records = []
     recorder = Recorder(sink=records.append)
-    media = [picture("a", 1, 2), picture("b", 4, 2)]
+    media = [image_span("a", 1, 2), image_span("b", 4, 2)]
     recorder.encoding(media, 1.0)
     recorder.encoded(media, 3.0)
     end(recorder, sequence_of(10, media=media), 9.0, scheduled=4.0, first=8.0, outputs=2)
     assert (records[0].encode_seconds, records[0].queue_seconds) == (2.0, 2.0)
 
 
-def test_pictures_that_were_encoded_before_a_request_came_cost_it_nothing():
+def test_images_that_were_encoded_before_a_request_came_cost_it_nothing():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
-    media = [picture("a", 1, 2)]
+    media = [image_span("a", 1, 2)]
     recorder.encoding(media, 1.0)
     recorder.encoded(media, 3.0)
     end(recorder, sequence_of(10, arrival=5.0, media=media), 9.0, scheduled=6.0, first=8.0, outputs=2)
@@ -234,12 +234,12 @@ def test_an_output_is_due_when_its_last_token_is():
 
 def test_the_class_of_a_request_is_the_rarest_thing_in_it():
     text, table = Segment(start=0, stop=5, modality="text"), Segment(start=5, stop=10, modality="table")
-    image = picture("a", 2, 2)
-    film = dataclasses.replace(image, modality="video")
+    image = image_span("a", 2, 2)
+    video = dataclasses.replace(image, modality="video")
     assert request_class(sequence_of().request) == "text"
     assert request_class(sequence_of(segments=[text, table]).request) == "table"
     assert request_class(sequence_of(segments=[text, table], media=[image]).request) == "image"
-    assert request_class(sequence_of(segments=[text, table], media=[image, film]).request) == "video"
+    assert request_class(sequence_of(segments=[text, table], media=[image, video]).request) == "video"
 
 
 def test_figures_are_those_of_the_statistics_module():
@@ -249,7 +249,7 @@ def test_figures_are_those_of_the_statistics_module():
     for n in range(200):
         kind = rng.choice(["text", "image"])
         seconds[kind].append(rng.expovariate(2.0))
-        media = [picture("a", 1, 2)] if kind == "image" else []
+        media = [image_span("a", 1, 2)] if kind == "image" else []
         s = sequence_of(arrival=float(n), media=media, slo=SLO(e2e_ms=700, priority=n % 3))
         end(recorder, s, n + seconds[kind][-1], scheduled=float(n), first=float(n), outputs=2)
     end(recorder, sequence_of(), 1e6, reason="abort")  # in no figure of times
@@ -288,9 +288,9 @@ def test_memory_is_bounded_and_so_is_what_clients_can_make_a_summary_say():
     held = [value for value in vars(recorder).values() if isinstance(value, dict)]
     assert all(len(value) <= 8 for value in held), "something of ended requests is kept"
     for n in range(20_000):
-        recorder.encoding([span := picture(str(n), 0, 1)], n)
+        recorder.encoding([span := image_span(str(n), 0, 1)], n)
         recorder.encoded([span], n)
-    assert len(recorder._pictures) < 10_000
+    assert len(recorder._images) < 10_000
 
 
 def test_histograms_hold_every_segment_in_its_bucket():
@@ -317,7 +317,7 @@ def test_a_bound_of_a_bucket_is_in_it():
 
 def test_the_table_of_a_request_has_a_line_for_each_segment(caplog):
     recorder = Recorder(log_segments=True)
-    media = [picture("a", 4, 2)]
+    media = [image_span("a", 4, 2)]
     segments = cut(4, 10, deadline=3.5)
     s = sequence_of(10, id="chat-1", segments=segments, media=media, slo=SLO(ttft_ms=1))
     recorder.encoding(media, 0.5)

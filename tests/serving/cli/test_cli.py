@@ -338,7 +338,7 @@ def test_generate(invoke, llm, tmp_path):
     assert json.loads(result.stdout) == {"prompt": "from stdin", "text": "one two"}
 
 
-def test_generate_with_pictures_and_films(invoke, llm, tmp_path):
+def test_generate_with_images_and_videos(invoke, llm, tmp_path):
     for name in ("a.png", "b.jpg", "c.mp4"):
         (tmp_path / name).write_bytes(b"")
     paths = [str(tmp_path / name) for name in ("a.png", "b.jpg", "c.mp4")]

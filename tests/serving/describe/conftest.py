@@ -19,8 +19,8 @@ def server(fake: Fake):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pictures").mkdir()
-    return tmp_path / "pictures"
+    (tmp_path / "images").mkdir()
+    return tmp_path / "images"
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ class Fake:
         self.models = ["fake-vl"]
 
     async def describe(self, body: dict) -> web.Response:
-        return said(f"a picture of {picture_of(body)!r}")
+        return said(f"an image of {image_of(body)!r}")
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         self.in_flight += 1
@@ -91,7 +91,7 @@ def refused(status: int, message: str, headers: dict | None = None) -> web.Respo
     return web.json_response({"error": error}, status=status, headers=headers)
 
 
-def picture_of(body: dict) -> str:
+def image_of(body: dict) -> str:
     """The file's bytes, or the URL."""
     address = body["messages"][-1]["content"][0]["image_url"]["url"]
     return base64.b64decode(address.partition(",")[2]).decode() if address.startswith("data:") else address
@@ -99,7 +99,7 @@ def picture_of(body: dict) -> str:
 
 def fill(folder: Path, count: int) -> list[str]:
     for number in range(count):
-        (folder / f"{number:03}.png").write_bytes(f"picture {number}".encode())
+        (folder / f"{number:03}.png").write_bytes(f"image {number}".encode())
     return [str(folder / f"{number:03}.png") for number in range(count)]
 
 

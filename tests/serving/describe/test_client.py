@@ -107,13 +107,13 @@ async def test_every_attempt_waits_for_its_turn(fake, server):
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 413, 422])
 async def test_other_statuses_are_final_and_keep_the_reason(fake, server, status):
-    fake.answer = in_turn(lambda: refused(status, "the picture is broken", {"Retry-After": "1"}))
+    fake.answer = in_turn(lambda: refused(status, "the image is broken", {"Retry-After": "1"}))
     clock = Clock()
     reply = await post(server, clock)
     assert (reply.attempts, clock.slept) == (1, [])
     assert reply.error == {
         "status": status,
-        "message": "the picture is broken",
+        "message": "the image is broken",
         "type": "invalid_request_error",
         "param": "messages[0].content[0]",
         "code": status,

@@ -19,7 +19,7 @@ from serving.describe import job as describe
 from serving.describe import report as describe_report
 from serving.describe import sources as describe_sources
 from serving.http.lifecycle import bind, url
-from tests.serving.describe.fake import ROOT, fill, in_turn, options, picture_of, refused, rows, run, said
+from tests.serving.describe.fake import ROOT, fill, image_of, in_turn, options, refused, rows, run, said
 
 
 def test_a_folder(fake, server, folder, tmp_path):
@@ -33,11 +33,11 @@ def test_a_folder(fake, server, folder, tmp_path):
     assert set(written) == set(names)
     for number, name in enumerate(names):
         row = written[name]
-        assert row["text"] == f"a picture of 'picture {number}'"
+        assert row["text"] == f"an image of 'image {number}'"
         assert (row["finish_reason"], row["attempts"], row["usage"]["total_tokens"]) == ("stop", 1, 7)
         assert row["seconds"] >= 0
-    body = next(body for body in fake.requests if picture_of(body) == "picture 0")
-    encoded = base64.b64encode(b"picture 0").decode()
+    body = next(body for body in fake.requests if image_of(body) == "image 0")
+    encoded = base64.b64encode(b"image 0").decode()
     assert body == {
         "model": "fake-vl",  # as the server lists it
         "messages": [
@@ -68,15 +68,15 @@ def test_answers_without_a_text_are_no_successes(fake, server, folder, tmp_path)
     """BF-01: what is no success must not be read as one."""
     fill(folder, 5)
     answers = {
-        "picture 0": {"error": {"message": "broken", "type": "server_error"}},
-        "picture 1": {"choices": []},
-        "picture 2": {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]},
-        "picture 3": "not json",
-        "picture 4": {"choices": [{"message": {"content": "\ud800 NaN"}}], "usage": float("nan")},
+        "image 0": {"error": {"message": "broken", "type": "server_error"}},
+        "image 1": {"choices": []},
+        "image 2": {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]},
+        "image 3": "not json",
+        "image 4": {"choices": [{"message": {"content": "\ud800 NaN"}}], "usage": float("nan")},
     }
 
     async def answer(body):
-        document = answers[picture_of(body)]
+        document = answers[image_of(body)]
         return web.Response(text=document if isinstance(document, str) else json.dumps(document))
 
     fake.answer = answer
@@ -113,13 +113,13 @@ def test_concurrency_reaches_its_bound_and_never_exceeds_it(fake, server, folder
     assert threading.main_thread() not in threads  # which is where the event loop was
 
 
-def test_500_pictures(fake, server, folder, tmp_path):
+def test_500_images(fake, server, folder, tmp_path):
     names = fill(folder, 500)
     out = tmp_path / "out.jsonl"
     assert run(options(folder, server, out, concurrency=32)).described == 500
     written = rows(out)
     assert set(written) == set(names)
-    assert all(written[name]["text"] == f"a picture of 'picture {number}'" for number, name in enumerate(names))
+    assert all(written[name]["text"] == f"an image of 'image {number}'" for number, name in enumerate(names))
     assert fake.peak <= 32
 
 
@@ -144,11 +144,11 @@ def test_command(fake, server, folder, tmp_path, invoke):
     assert fake.headers[0]["Authorization"] == "Bearer from the environment"
     assert fake.requests[0]["max_tokens"] == 256
     assert "temperature" not in fake.requests[0]
-    fake.answer = in_turn(lambda: refused(400, "the picture [is] broken"))
+    fake.answer = in_turn(lambda: refused(400, "the image [is] broken"))
     result = invoke(*words, "--overwrite")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "3 sources: 0 described, 3 failed" in result.stderr
-    assert "3 x 400, such as: the picture [is] broken" in result.stderr
+    assert "3 x 400, such as: the image [is] broken" in result.stderr
 
 
 def test_command_usage(server, folder, tmp_path, invoke):

@@ -16,7 +16,7 @@ import pytest
 from serving.describe import job as describe
 from serving.describe import rows as describe_rows
 from serving.describe.job import UsageError, plan
-from tests.serving.describe.fake import ROOT, fill, in_turn, options, picture_of, refused, rows, run, said
+from tests.serving.describe.fake import ROOT, fill, image_of, in_turn, options, refused, rows, run, said
 
 
 def test_a_server_that_dies_in_the_middle(fake, folder, tmp_path):
@@ -58,7 +58,7 @@ def test_resume_sends_nothing_when_all_is_there(fake, server, folder, tmp_path):
     assert (out.read_bytes(), len(fake.requests)) == (before, 3)
     other = tmp_path / "other"
     other.mkdir()
-    fill(other, 2)  # the same names elsewhere are other pictures
+    fill(other, 2)  # the same names elsewhere are other images
     assert run(options(other, server, out)).described == 2
     assert len(rows(out)) == 5
 
@@ -68,7 +68,7 @@ def test_failed_rows_stay_when_asked(fake, server, folder, tmp_path):
     out = tmp_path / "out.jsonl"
 
     async def answer(body):
-        return refused(400, "no") if picture_of(body) == "picture 2" else said("yes")
+        return refused(400, "no") if image_of(body) == "image 2" else said("yes")
 
     fake.answer = answer
     assert run(options(folder, server, out)).failed == 1
@@ -141,7 +141,7 @@ def test_a_file_that_is_not_ours_is_left_alone(server, folder, tmp_path):
     with pytest.raises(UsageError, match=r"no mine\.jsonl\.run\.json beside it"):
         run(options(folder, server, out))
     assert out.read_text() == '{"source": "a", "text": "b"}\n'
-    assert sorted(os.listdir(tmp_path)) == ["mine.jsonl", "pictures"]
+    assert sorted(os.listdir(tmp_path)) == ["mine.jsonl", "images"]
     for wrong, message in ((folder, "not a regular file"), (tmp_path / "no/out.jsonl", "no folder")):
         with pytest.raises(UsageError, match=message):
             run(options(folder, server, wrong))

@@ -1,4 +1,4 @@
-"""Which pictures are meant, and what cannot be read."""
+"""Which images are meant, and what cannot be read."""
 
 import errno
 import os
@@ -9,21 +9,21 @@ import pytest
 from serving.describe import sources as describe_sources
 from serving.describe.job import UsageError
 from serving.describe.sources import find_sources
-from tests.serving.describe.fake import options, picture_of, rows, run
+from tests.serving.describe.fake import image_of, options, rows, run
 
-PICTURE = b"\x89PNG some bytes "
+IMAGE = b"\x89PNG some bytes "
 
 
 def test_a_folder_is_searched_recursively_and_links_do_not_loop(folder):
     for name in ("b/2.JPG", "a/1.png", "a/deep/er/3.webp", "notes.txt", ".hidden/4.png", "a/.5.png", "c.gif/6.tiff"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(PICTURE)
+        (folder / name).write_bytes(IMAGE)
     (folder / "a/up").symlink_to(folder)
     (folder / "0-latest").symlink_to(folder / "a")  # found under its own name, not under that of the link
     (folder / "a/self.png").symlink_to(folder / "a/self.png")
     outside = folder.parent / "outside"
     (outside / "x").mkdir(parents=True)
-    (outside / "x/7.bmp").write_bytes(PICTURE)
+    (outside / "x/7.bmp").write_bytes(IMAGE)
     (folder / "z").symlink_to(outside)
     expected = ("a/1.png", "a/deep/er/3.webp", "a/self.png", "b/2.JPG", "c.gif/6.tiff", "z/x/7.bmp")
     assert [source.name for source in find_sources(f"{folder}/")] == [str(folder / name) for name in expected]
@@ -33,8 +33,8 @@ def test_bf_01_a_list(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     strange = os.fsencode(folder / "100% #1?\xff.png")
     uri = (folder / "a b.png").as_uri().encode()
-    lines = [b"\xef\xbb\xbfhttp://host/a.png?x=1", b"", b"  ", b"pictures/x.jpg \r", b"./pictures/x.jpg", uri, strange]
-    lines += [b"ftp://host/%41\xff", b"pictures/b\xff.png", b"https://host/\xc3\xa9.png"]
+    lines = [b"\xef\xbb\xbfhttp://host/a.png?x=1", b"", b"  ", b"images/x.jpg \r", b"./images/x.jpg", uri, strange]
+    lines += [b"ftp://host/%41\xff", b"images/b\xff.png", b"https://host/\xc3\xa9.png"]
     (tmp_path / "list.txt").write_bytes(b"\n".join(lines))
     assert [source.name for source in find_sources("list.txt")] == [
         "http://host/a.png?x=1",
@@ -47,14 +47,14 @@ def test_bf_01_a_list(folder, tmp_path, monkeypatch):
     ]
     assert [source.name for source in find_sources("http://host/a.txt")] == ["http://host/a.txt"]
     (folder / "one").touch()  # named outright, a file needs no suffix
-    assert [source.name for source in find_sources("pictures/one")] == [str(folder / "one")]
+    assert [source.name for source in find_sources("images/one")] == [str(folder / "one")]
 
 
 def test_urls_are_sent_as_they_are(fake, server, tmp_path):
     (tmp_path / "list.txt").write_text('https://host/a"b.png\nhttp://host/2.png\n')
     out = tmp_path / "out.jsonl"
     run(options(tmp_path / "list.txt", server, out))
-    assert sorted(picture_of(body) for body in fake.requests) == ["http://host/2.png", 'https://host/a"b.png']
+    assert sorted(image_of(body) for body in fake.requests) == ["http://host/2.png", 'https://host/a"b.png']
     assert set(rows(out)) == {"http://host/2.png", 'https://host/a"b.png'}
 
 
@@ -62,7 +62,7 @@ def test_sources_that_cannot_be_meant(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     for source, message in (
         (tmp_path / "no", "no such"),
-        (folder, "no pictures"),
+        (folder, "no images"),
         (tmp_path / "empty.txt", "no lines"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -87,9 +87,9 @@ def test_bf_01_names_that_are_hard_to_write(fake, server, folder, tmp_path):
     assert run(options(folder, server, out)).described == len(names) + 1
     written = rows(out)
     for name in names:
-        assert written[str(folder / name)]["text"] == f"a picture of {name!r}"
+        assert written[str(folder / name)]["text"] == f"an image of {name!r}"
     of_latin = f"{folder.as_uri()}/latin-%E9.png"
-    assert written[of_latin]["text"] == "a picture of 'latin'"
+    assert written[of_latin]["text"] == "an image of 'latin'"
     assert run(options(folder, server, out)).done_before == len(names) + 1
     (tmp_path / "list.txt").write_text(of_latin)  # such a name can be given back
     assert run(options(tmp_path / "list.txt", server, out)).done_before == 1
@@ -97,7 +97,7 @@ def test_bf_01_names_that_are_hard_to_write(fake, server, folder, tmp_path):
 
 def test_bf_01_files_that_cannot_be_read_are_rows(fake, server, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(describe_sources, "MAX_FILE_BYTES", 100)
-    (folder / "good.png").write_bytes(PICTURE[:4].replace(b"\x89", b"."))
+    (folder / "good.png").write_bytes(IMAGE[:4].replace(b"\x89", b"."))
     (folder / "empty.png").touch()
     os.mkfifo(folder / "pipe.png")
     (folder / "broken.png").symlink_to(folder / "nowhere")

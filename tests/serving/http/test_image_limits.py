@@ -1,4 +1,4 @@
-"""What a request may ask of its pictures and films; the rest is refused before anything is fetched."""
+"""What a request may ask of its images and videos; the rest is refused before anything is fetched."""
 
 import json
 
@@ -14,13 +14,13 @@ from tests.serving.images import (
     body,
     content,
     data_uri,
-    film,
     image,
     options,
     png,
     refused,
     seen,
     url_part,
+    video,
 )
 
 
@@ -68,7 +68,7 @@ async def test_parts_of_a_wrong_shape(client, engine, host):
         {"type": "video", "video": [[host.url("/red.png")]]},
         {"type": "image", "image": {"a": 1}},
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
-        {"type": "picture", "picture": host.url("/red.png")},
+        {"type": "image", "image": host.url("/red.png")},
         {"image_url": {"url": 5}},
     ):
         await refused(client, body("see", url_part(host.url("/blue.png")), part), match="messages[0].content[2]")
@@ -83,9 +83,9 @@ async def test_limits_on_parts(engine, host):
         seventeen = body(*sixteen, url_part(host.url("/red.png")))
         message = await refused(client, seventeen, match="at most 16")
         assert "17 image" in message
-        film_part = {"type": "video", "video": [data_uri(png(RED))] * 2}
-        await ask(client, film_part, "once")
-        turns = [{"role": "user", "content": content(film_part, url_part(host.url("/red.png")))}] * 2
+        video_part = {"type": "video", "video": [data_uri(png(RED))] * 2}
+        await ask(client, video_part, "once")
+        turns = [{"role": "user", "content": content(video_part, url_part(host.url("/red.png")))}] * 2
         message = await refused(client, {"messages": turns}, match="at most 1 ")
         assert "2 video" in message
         frames = {"type": "video", "video": [host.url("/red.png")] * 9}
@@ -93,7 +93,7 @@ async def test_limits_on_parts(engine, host):
         await refused(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="bound is 8")
     async with serving(engine, media=options(image=0, video=2)) as client:
         await refused(client, body(url_part(host.url("/red.png"))), match="at most 0")
-        await ask(client, film_part, film_part)
+        await ask(client, video_part, video_part)
     assert host.connections == 0
 
 
@@ -108,7 +108,7 @@ async def test_mm_processor_kwargs_change_the_sizes(client, engine):
     assert await tokens(parts=[large], mm_processor_kwargs={"max_pixels": 16 * unit}) == 16
     assert await tokens(parts=[image(RED, (8, 8))], mm_processor_kwargs={"min_pixels": 16 * unit}) == 16
     assert await tokens(parts=[large], mm_processor_kwargs={"max_pixels": None, "fps": 3}) == 64
-    ten = url_part(data_uri(film([RED] * 20, rate=4), "video/mp4"), "video")
+    ten = url_part(data_uri(video([RED] * 20, rate=4), "video/mp4"), "video")
     assert await tokens(parts=[ten]) == 16 * 4  # 5 seconds, 2 frames a second, at most 8
     assert await tokens(parts=[ten], mm_processor_kwargs={"num_frames": 4}) == 16 * 2
     assert await tokens(parts=[ten], mm_processor_kwargs={"fps": 0.8}) == 16 * 2
@@ -120,7 +120,7 @@ async def test_mm_processor_kwargs_change_the_sizes(client, engine):
 
 async def test_mm_processor_kwargs_that_are_wrong(client, host):
     part = url_part(host.url("/red.png"))
-    film_part = url_part(host.url("/film"), "video")
+    video_part = url_part(host.url("/video"), "video")
     for given in (
         {"max_pixels": 0},
         {"max_pixels": -1},
@@ -138,7 +138,7 @@ async def test_mm_processor_kwargs_that_are_wrong(client, host):
         "x",
         5,
     ):
-        await refused(client, body(part, film_part, mm_processor_kwargs=given), match="mm_processor_kwargs")
+        await refused(client, body(part, video_part, mm_processor_kwargs=given), match="mm_processor_kwargs")
     for text in ("NaN", "1e999", "-Infinity"):
         raw = json.dumps(body(part, mm_processor_kwargs={"fps": "FPS"})).replace('"FPS"', text)
         await refused(client, raw.encode(), match="finite")
@@ -195,7 +195,7 @@ async def test_prompts_beyond_the_context_are_refused_with_their_visual_tokens()
         await ask(client, image(RED), "short")
 
 
-async def test_a_body_with_large_pictures_is_taken_by_default(engine):
+async def test_a_body_with_large_images_is_taken_by_default(engine):
     large = png(RED) + bytes(12 * 2**20)  # what follows a PNG's end is not looked at
     async with serving(engine, media=MediaOptions()) as client:
         await ask(client, url_part(data_uri(large)), "What is it?")

@@ -1,4 +1,4 @@
-"""Pictures and films in a chat, from the HTTP request to what the engine is given. Nothing of a bad one reaches it."""
+"""Images and videos in a chat, from the HTTP request to what the engine is given. Nothing of a bad one reaches it."""
 
 import asyncio
 import base64
@@ -23,7 +23,6 @@ from tests.serving.images import (
     body,
     content,
     data_uri,
-    film,
     image,
     options,
     png,
@@ -31,10 +30,11 @@ from tests.serving.images import (
     seen,
     spelt,
     url_part,
+    video,
 )
 from tests.serving.listener import redirect, response
 
-PICTURE, FILM = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def still_well(client, engine):
 # -- what a person sees -----------------------------------------------------------------------------------------------
 
 
-async def test_a_picture_reaches_the_engine(client, engine):
+async def test_an_image_reaches_the_engine(client, engine):
     answer = await ask(client, image(GREEN, (40, 24)), "What is it?")
     request = engine.requests[-1]
     (span,) = request.media
@@ -73,23 +73,23 @@ async def test_a_picture_reaches_the_engine(client, engine):
     assert engine.requests[-1].media == ()
 
 
-async def test_mm_10_pictures_stand_where_their_parts_stand(client, engine):
+async def test_mm_10_images_stand_where_their_parts_stand(client, engine):
     red, blue = image(RED), image(BLUE, (16, 40))
     await ask(client, "a", red, "b", blue)
-    assert f"a{PICTURE}b{PICTURE}" in spelt(engine)
+    assert f"a{IMAGE}b{IMAGE}" in spelt(engine)
     assert seen(engine) == [("image", RED), ("image", BLUE)]
     await ask(client, blue, "a", red, "b")
-    assert f"{PICTURE}a{PICTURE}b" in spelt(engine)
+    assert f"{IMAGE}a{IMAGE}b" in spelt(engine)
     assert seen(engine) == [("image", BLUE), ("image", RED)]
     await ask(client, red, red, "twice")
     assert seen(engine) == [("image", RED)] * 2
     assert len({span.key for span in engine.requests[-1].media}) == 1
     ids = engine.requests[-1].prompt_ids
-    await ask(client, image(BLUE), image(RED), "twice")  # other pictures of one size: the same prompt
+    await ask(client, image(BLUE), image(RED), "twice")  # other images of one size: the same prompt
     assert (engine.requests[-1].prompt_ids, seen(engine)) == (ids, [("image", BLUE), ("image", RED)])
 
 
-async def test_mm_10_pictures_over_several_turns(client, engine):
+async def test_mm_10_images_over_several_turns(client, engine):
     turns = [
         {"role": "user", "content": content("one", image(RED))},
         {"role": "assistant", "content": "a red one"},
@@ -98,10 +98,10 @@ async def test_mm_10_pictures_over_several_turns(client, engine):
     assert (await client.post(CHAT, {"messages": turns}))[0] == 200
     assert seen(engine) == [("image", RED), ("image", GREEN), ("image", BLUE)]
     text = spelt(engine)
-    assert text.index("one<|vision") < text.index("a red one") < text.index(f"{PICTURE}two{PICTURE}")
+    assert text.index("one<|vision") < text.index("a red one") < text.index(f"{IMAGE}two{IMAGE}")
 
 
-async def test_mm_10_pictures_that_come_in_another_order_than_they_were_asked_for(client, engine, host):
+async def test_mm_10_images_that_come_in_another_order_than_they_were_asked_for(client, engine, host):
     first_may_come = asyncio.Event()
 
     async def late(writer):
@@ -127,12 +127,12 @@ async def test_streamed_like_whole(client, engine, host):
     assert len({request.prompt_ids for request in engine.requests[-2:]}) == 1
 
 
-async def test_films_as_a_file_and_as_frames(client, engine, host):
+async def test_videos_as_a_file_and_as_frames(client, engine, host):
     colors = [RED, RED, GREEN, GREEN, BLUE, BLUE]
-    host.answers["/film.mp4"] = response(film(colors))
-    for source in (host.url("/film.mp4"), data_uri(film(colors), "video/mp4")):
+    host.answers["/video.mp4"] = response(video(colors))
+    for source in (host.url("/video.mp4"), data_uri(video(colors), "video/mp4")):
         await ask(client, url_part(source, "video"), "Who is it?")
-        assert f"{FILM}Who" in spelt(engine)
+        assert f"{VIDEO}Who" in spelt(engine)
         steps = np.array([color for _, color in seen(engine)])
         assert np.abs(steps - np.array([RED, GREEN, BLUE])).max() < 30  # the codec is lossy
     frames = [png(color, (32, 32)) for color in colors]
@@ -163,7 +163,9 @@ async def test_tokenize_counts_what_a_chat_would(client, engine, host):
 
 async def test_the_log_tells_visual_tokens_apart(client, engine, caplog):
     caplog.set_level(logging.INFO, "serving.http.generation")
-    await ask(client, image(RED, (40, 24)), url_part(data_uri(film([RED, BLUE])), "video"), "What is it?", max_tokens=5)
+    await ask(
+        client, image(RED, (40, 24)), url_part(data_uri(video([RED, BLUE])), "video"), "What is it?", max_tokens=5
+    )
     request = engine.requests[-1]
     line = caplog.messages[-1]
     text = len(request.prompt_ids) - 15 - 16
@@ -195,15 +197,15 @@ async def test_metrics_of_the_encoder(client, engine):
 
 
 async def test_mm_03_data_urls_as_people_send_them(client, engine):
-    picture = png(GREEN)
-    plain = base64.b64encode(picture).decode()
-    await ask(client, url_part(data_uri(picture)), "What is it?")
+    data = png(GREEN)
+    plain = base64.b64encode(data).decode()
+    await ask(client, url_part(data_uri(data)), "What is it?")
     expected = engine.requests[-1]
-    escaped = "".join(f"%{byte:02x}" for byte in picture)
+    escaped = "".join(f"%{byte:02x}" for byte in data)
     for url in (
         "data:image/png;base64," + plain.rstrip("="),
         "data:image/png;base64," + "\n".join(plain[i : i + 76] for i in range(0, len(plain), 76)) + "\n",
-        "data:image/png;base64," + base64.urlsafe_b64encode(picture).decode(),
+        "data:image/png;base64," + base64.urlsafe_b64encode(data).decode(),
         "data:image/jpg;base64," + plain,
         "data:text/html;base64," + plain,
         "data:;base64," + plain,
@@ -217,7 +219,7 @@ async def test_mm_03_data_urls_as_people_send_them(client, engine):
 SECRET = base64.b64encode(b"<!DOCTYPE html><p>the secret of the payload</p>").decode()
 
 
-async def test_mm_03_what_is_no_picture_is_refused_and_not_echoed(client, engine, caplog):
+async def test_mm_03_what_is_no_image_is_refused_and_not_echoed(client, engine, caplog):
     caplog.set_level(logging.DEBUG)
     before = len(engine.requests)
     for url in (
@@ -250,7 +252,7 @@ async def test_mm_09_what_cannot_be_fetched_is_named(client, engine, host):
 
     host.answers |= {
         "/403": response(b"", status="403 Forbidden"),
-        "/html": response(b"<html>not a picture</html>", Content_Type="image/png"),
+        "/html": response(b"<html>not an image</html>", Content_Type="image/png"),
         "/empty": response(b""),
         "/large": response(bytes(100_001)),
         "/broken": broken,
@@ -354,7 +356,7 @@ async def test_fetches_of_a_request_are_bounded(engine, host):
         assert most <= prompts.FETCHES
 
 
-async def test_text_does_not_wait_for_pictures_that_are_decoded(client, engine, monkeypatch):
+async def test_text_does_not_wait_for_images_that_are_decoded(client, engine, monkeypatch):
     free, busy, packed = threading.Event(), threading.Event(), prompts.pack_part
 
     def slow(*arguments):
@@ -363,13 +365,13 @@ async def test_text_does_not_wait_for_pictures_that_are_decoded(client, engine, 
         return packed(*arguments)
 
     monkeypatch.setattr(prompts, "pack_part", slow)
-    pictures = [asyncio.create_task(ask(client, image(RED), "What is it?")) for _ in range(20)]
+    asked = [asyncio.create_task(ask(client, image(RED), "What is it?")) for _ in range(20)]
     await until(busy.is_set)
     for _ in range(5):
         await ask(client, "text")
-    assert not any(task.done() for task in pictures)
+    assert not any(task.done() for task in asked)
     free.set()
-    await asyncio.gather(*pictures)
+    await asyncio.gather(*asked)
 
 
 # -- SEC-01, SEC-02 ---------------------------------------------------------------------------------------------------

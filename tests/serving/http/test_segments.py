@@ -71,7 +71,7 @@ async def test_a_request_says_how_it_is_cut_where_the_server_allows_it(engine):
             check_cover(engine.requests[-1].segments, len(engine.requests[-1].prompt_ids))
 
 
-async def test_a_pictures_regions_are_segments():
+async def test_an_images_regions_are_segments():
     engine = seeing_engine()
     policy = {"policy": "by_region", "regions": {"top": [0, 0, 1, 0.5], "bottom": [0, 0.5, 1, 1]}}
     async with serving(engine, segments=ALLOWED) as client:
