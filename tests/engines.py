@@ -18,7 +18,9 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jaxlib
 
+from checkpoints.demo_model import default_cache_dir
 from omni_jax.engine import engine as engine_module
 from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
@@ -30,7 +32,7 @@ from omni_jax.runtime import runner
 from omni_jax.scheduling import Buckets
 from tests import tiny, tiny_vl
 
-CACHE = Path(__file__).parents[1] / ".cache" / "xla-tests"
+CACHE = default_cache_dir() / "tests" / f"jaxlib-{jaxlib.__version__}"  # outside the clone: the next one starts warm
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # keys and values, layers, tokens, KV heads, head_dim, float32
 
