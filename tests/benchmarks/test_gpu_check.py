@@ -9,7 +9,7 @@ import pytest
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check.report import markdown, targets
 from benchmarks.gpu_check.section import Section
-from tests.engines import CACHE
+from tests.compilation_cache import CACHE
 
 
 def test_a_dry_run_runs_every_section(tmp_path, capsys):
