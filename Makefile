@@ -26,6 +26,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROVER := $(shell $(NEWEST) -c "" 2>/dev/null && echo $(NEWEST) || echo $(PYTHON))
 
+# Tests start many processes: none should compile our modules, and pytest its assertions, again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-full soak lint goldens goldens-check bench-cpu bench-vision bench-memory newest gpu-proof \
 	gpu-proof-full gpu-proof-oldest gpu-proof-tests clean
 
