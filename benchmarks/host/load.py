@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import report
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = """example:
   python -m benchmarks.host.load --json load.json
 """
