@@ -30,6 +30,8 @@ from tests.engines import (
     run,
 )
 
+pytestmark = pytest.mark.smoke
+
 
 def test_a_second_start_with_other_free_memory_only_hits_the_cache():
     first = load_tiny("main")

@@ -16,6 +16,8 @@ from omni_jax.models.decoder import project
 from tests import tiny
 from tests.goldens import make
 
+pytestmark = pytest.mark.smoke
+
 
 def dense(layer, query, key, value):
     """Causal attention over one whole sequence: no pages, no tiles."""
