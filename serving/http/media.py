@@ -26,6 +26,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from omni_jax.requests import InvalidRequest
+from serving.http.settings import MediaSettings, SecuritySettings
 
 MODALITIES = ("image", "video")
 DEFAULT_LIMITS: Mapping[str, int] = {"image": 16, "video": 1}  # parts in a request
@@ -108,6 +109,21 @@ def parse_limits(text: str) -> dict[str, int]:
         return {name.strip(): int(count) for name, count in (pair.split("=") for pair in text.split(","))}
     except ValueError:
         raise ValueError(f'media limits are image=4,video=1 or {{"image": 4, "video": 1}}, got {text!r}') from None
+
+
+def media_options(media: MediaSettings, security: SecuritySettings) -> MediaOptions:
+    """Raises ValueError when a limit, a host name or the directory is wrong."""
+    limits = media.limit_mm_per_prompt
+    return MediaOptions(
+        policy=MediaPolicy(
+            allowed_domains=security.allowed_media_domains,
+            allowed_local_path=security.allowed_local_media_path,
+            allow_private_addresses=security.allow_private_media_addresses,
+            timeout=media.media_timeout,
+        ),
+        limits=parse_limits(limits) if isinstance(limits, str) else limits,
+        allow_mm_processor_kwargs=media.allow_mm_processor_kwargs,
+    )
 
 
 @contextlib.asynccontextmanager

@@ -5,7 +5,6 @@ import json
 import math
 
 import pytest
-from typer.testing import CliRunner
 
 from checkpoints.reader import faults
 from omni_jax.cost import TableCost
@@ -19,7 +18,7 @@ from omni_jax.memory import BlockPool
 from omni_jax.requests import Request, SamplingParams
 from omni_jax.requests.segment import Segment
 from omni_jax.scheduling import Scheduler, SchedulerConfig, default_buckets
-from serving.cli.main import app
+from tests.command_line import run_command
 from tests.lab.made import EXPERIMENT, experiment
 
 GPU = {"backend": "simulated", "gpu": "a100", "engine": {"max_num_seqs": 16, "max_model_len": 2048}}
@@ -205,16 +204,15 @@ def test_the_command(tmp_path):
     file = tmp_path / "x.yaml"
     tree = EXPERIMENT | GPU | {"requests": 6, "seeds": [1], "rates": [9]}
     file.write_text(json.dumps(tree))  # JSON is YAML
-    runner = CliRunner()
-    done = runner.invoke(app, ["ablate", str(file), "-o", str(tmp_path / "out"), "--json"])
+    done = run_command("ablate", str(file), "-o", str(tmp_path / "out"), "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1]) == {"report": str(tmp_path / "out" / "report.md")}
     file.write_text(json.dumps(tree | {"requets": 6}))
-    refused = runner.invoke(app, ["ablate", str(file), "-o", str(tmp_path / "out")])
+    refused = run_command("ablate", str(file), "-o", str(tmp_path / "out"))
     assert refused.exit_code == 2
     assert "requests" in refused.output
     file.write_text(json.dumps(tree | {"requests": 7}))
-    assert runner.invoke(app, ["ablate", str(file), "-o", str(tmp_path / "out")]).exit_code == 2
+    assert run_command("ablate", str(file), "-o", str(tmp_path / "out")).exit_code == 2
     file.write_text(json.dumps(tree | {"engine": {"max_model_len": 64}}))
-    never = runner.invoke(app, ["ablate", str(file), "-o", str(tmp_path / "other")])
+    never = run_command("ablate", str(file), "-o", str(tmp_path / "other"))
     assert never.exit_code == 1

@@ -7,8 +7,6 @@ import math
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.lab.figures import NoMatplotlib
@@ -30,6 +28,7 @@ from omni_jax.requests import Delta, InvalidRequest, Request, Sequence, TokenLog
 from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.telemetry.recorder import Recorder
 from serving.cli import kv_study as kv_study_cli
+from tests.command_line import run_command
 from tests.serving.fake_engine import FakeInfo, make_tokenizer
 
 OFF = Plan(name="off", options={})
@@ -425,16 +424,12 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr(kv_study_cli, "log_to_stderr", lambda level: None)
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "To be, or not to be, that is the question. " * 30}) + "\n")
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    kv_study_cli.add_kv_study(app)
     small = ["--windows", "3", "--prompt-tokens", "20", "--decode-steps", "5"]
 
     def run(*arguments):
-        paths = ["kv-study", str(tmp_path), "-i", str(text), "-o", str(tmp_path / "out")]
-        return CliRunner().invoke(app, [*paths, *small, *arguments])
+        return run_command("kv-study", tmp_path, "-i", text, "-o", tmp_path / "out", *small, *arguments)
 
-    return collections.namedtuple("Command", "run made out text app")(run, configs, tmp_path / "out", text, app)
+    return collections.namedtuple("Command", "run made out text")(run, configs, tmp_path / "out", text)
 
 
 def said(result):
@@ -477,5 +472,5 @@ def test_usage_errors_of_the_command(command):
 
 
 def test_help_has_an_example(command):
-    result = CliRunner().invoke(command.app, ["kv-study", "--help"], env={"COLUMNS": "200"})
+    result = run_command("kv-study", "--help", env={"COLUMNS": "200"})
     assert "omni-jax kv-study ~/models/SmolLM2-135M-Instruct -i text.jsonl" in result.output

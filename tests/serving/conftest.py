@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import sys
 import types
 from collections.abc import AsyncIterator
@@ -11,14 +12,13 @@ import aiohttp
 import openai
 import pytest
 from aiohttp import web
-from typer.testing import CliRunner
 
 import omni_jax
 from serving.cli import main as cli
-from serving.cli import serve as cli_serve
 from serving.http import lifecycle as run
 from serving.http.server import make_app
 from serving.http.state import SERVER
+from tests.command_line import run_command
 from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
 from tests.serving.images import BLUE, RED, png
 from tests.serving.listener import Listener, listening, response
@@ -111,13 +111,12 @@ async def host() -> AsyncIterator[Listener]:
 
 @pytest.fixture
 def invoke(monkeypatch):
-    """Runs a command; the fixtures below stand in for what would load a model."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # put back after the test
+    """Runs a command; the fixtures below replace what would load a model."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # restored after the test
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-
-    for module in (cli, cli_serve):
-        monkeypatch.setattr(module, "log_to_stderr", lambda level: None)
-    return lambda *arguments, **kwargs: CliRunner().invoke(cli.app, list(arguments), **kwargs)
+    for command in (cli.serve, cli.generate, cli.chat, cli.ablate, cli.kv_study):
+        monkeypatch.setattr(sys.modules[command.__module__], "log_to_stderr", lambda level: None)
+    return run_command
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def served(monkeypatch, invoke):
     engine = types.ModuleType("omni_jax.engine.async_engine")
 
     def make(config, progress):
-        seen["config"] = config
+        seen.update(config=config, xla_share=os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"])
         return FakeEngine()
 
     engine.AsyncEngine = make
@@ -155,6 +154,12 @@ class FakeLLM:
         self.info = FakeInfo(default_sampling={"temperature": 0.5, "top_k": 7, "max_new_tokens": 3})
         self.tokenizer = make_tokenizer()
         FakeLLM.made = (model_dir, options)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        FakeLLM.closed = True
 
     def stream(self, prompt, params):
         FakeLLM.asked = (prompt, params)

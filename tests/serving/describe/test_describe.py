@@ -12,13 +12,12 @@ import threading
 import pytest
 from aiohttp import web
 from rich.console import Console
-from typer.testing import CliRunner
 
-from serving.cli import main as cli
 from serving.describe import job as describe
 from serving.describe import report as describe_report
 from serving.describe import sources as describe_sources
 from serving.http.lifecycle import bind, url
+from tests.command_line import run_command
 from tests.serving.describe.fake import ROOT, fill, image_of, in_turn, options, refused, rows, run, said
 
 
@@ -126,7 +125,7 @@ def test_500_images(fake, server, folder, tmp_path):
 @pytest.fixture
 def invoke(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    return lambda *words, **kwargs: CliRunner().invoke(cli.app, ["describe-images", *map(str, words)], **kwargs)
+    return lambda *words, **kwargs: run_command("describe-images", *words, **kwargs)
 
 
 def test_command(fake, server, folder, tmp_path, invoke):
@@ -173,7 +172,7 @@ def test_command_usage(server, folder, tmp_path, invoke):
 
 
 def test_command_help_and_what_it_imports():
-    result = CliRunner().invoke(cli.app, ["describe-images", "--help"])
+    result = run_command("describe-images", "--help")
     assert "Example: omni-jax describe-images" in " ".join(result.output.split())
     code = "import sys, serving.describe.job; assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
