@@ -50,8 +50,8 @@ class CacheSettings(Settings):
     Attributes:
         block_size: Number of tokens in a block of the KV cache, a power of two. Default: 32 on a CPU, 16 on a GPU.
         gpu_memory_utilization: Fraction of the GPU's memory for weights, KV cache and temporaries together.
-        kv_cache_memory_bytes: Size of the KV cache in bytes; overrides gpu_memory_utilization. Default on a CPU: 2 GiB or
-            a quarter of the free memory, whichever is less, and no more than max_num_seqs full sequences need.
+        kv_cache_memory_bytes: Size of the KV cache in bytes; overrides gpu_memory_utilization. Default on a CPU: 2 GiB
+            or a quarter of the free memory, whichever is less, and no more than max_num_seqs full sequences need.
         kv_cache_dtype: Type of the KV cache: auto is the model's own, int8 stores a scale for each token and head.
         enable_prefix_caching: Keep full blocks and reuse them in requests that begin with the same tokens.
         recycling_policy: Which cached block is evicted first: by_modality, lru, or a custom function,
@@ -61,13 +61,13 @@ class CacheSettings(Settings):
         swap_dir_space: Maximum GiB in swap_dir.
         max_swap_ops: Maximum number of outstanding swaps; beyond it a preempted sequence is recomputed.
         num_swap_threads: Number of threads that copy, check and write swapped blocks.
-        preemption_mode: What happens to the blocks of a preempted sequence: swap, recompute, or whichever the cost model
-            expects to finish sooner (auto).
+        preemption_mode: What happens to the blocks of a preempted sequence: swap, recompute, or whichever the cost
+            model expects to finish sooner (auto).
         enable_adaptive_compression: Drop the least important rows from a sequence's KV cache while it decodes. Changes
             the output.
         kv_compress_ratio: Maximum fraction of a sequence's KV cache that compression may drop.
-        kv_compress_controller: Custom function, package.module:function, called with (decode step, maximum decode steps);
-            it returns the fraction to drop. Default: a schedule by decode step.
+        kv_compress_controller: Custom function, package.module:function, called with (decode step, maximum decode
+            steps); it returns the fraction to drop. Default: a schedule by decode step.
     """
 
     block_size: Count | None = None

@@ -66,15 +66,12 @@ def select(settings: type[Settings], *names: str) -> type[Settings]:
     """A class of some of the fields of another one, for a command that takes no others."""
     fields = {field.name: field for field in dataclasses.fields(settings)}
     hints, texts = get_type_hints(settings, include_extras=True), descriptions(settings)
-    lines = [f"    {name}: {texts[name]}" for name in names]
+    doc = "\n".join(["Settings of the engine.", "", "Attributes:", *(f"    {name}: {texts[name]}" for name in names)])
     return dataclasses.make_dataclass(
         f"Some{settings.__name__}",
         [(name, hints[name], dataclasses.field(default=fields[name].default)) for name in names],
         bases=(Settings,),
-        namespace={
-            "__module__": __name__,
-            "__doc__": "\n".join(["Settings of the engine.", "", "Attributes:", *lines]),
-        },
+        namespace={"__module__": __name__, "__doc__": doc},  # cyclopts does not look into classes of the module "types"
         frozen=True,
         kw_only=True,
     )
