@@ -282,7 +282,7 @@ class Replica:
                 if not self.scheduler.has(sequence.request.id):
                     self.load -= sequence.num_prompt
 
-    # -- images -----------------------------------------------------------------------------------------------------
+    # -- images -------------------------------------------------------------------------------------------------------
 
     def _begin(self, spans: tuple[MediaSpan, ...], now: float) -> None:
         """Engine._encode: patches are embedded, which is taken to cost nothing; slices follow."""
