@@ -177,7 +177,7 @@ class Replica:
         if config.encoder_cache_tokens:
             self._features = Features(
                 EncoderCache(config.encoder_cache_tokens),
-                most_patches=config.max_patches,
+                max_patches=config.max_patches,
                 pack_patches=config.pack_patches,
             )
             self._patch_buckets = patch_buckets(config.max_patches)

@@ -19,8 +19,8 @@ from omni_jax.requests import MediaSpan, Request
 from omni_jax.requests import Sequence as Continuation
 from omni_jax.requests.segment import Modality, Segment
 from omni_jax.requests.slo import SLO
+from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.plan import Row, StepPlan
-from omni_jax.scheduling.scheduler import Event
 from omni_jax.segments import decode_deadline
 from omni_jax.telemetry.figures import (
     Histogram,

@@ -380,7 +380,7 @@ WORKLOAD = {"rate": 2.0, "count": 20, "seed": 0}
     ("arguments", "error", "message"),
     [
         ({"replicas": 0}, ValueError, "at least one replica"),
-        ({"router": "random"}, ValueError, "unknown router 'random'; there are round_robin, least_loaded"),
+        ({"router": "random"}, ValueError, "unknown router 'random'; expected one of round_robin, least_loaded"),
         ({"replica": dataclasses.replace(SMALL, segment_policy="halves")}, ValueError, "unknown segment policy"),
         ({"arrivals": [Arrival(at=0, id="a", kind="text", text_tokens=65, output_tokens=1)]}, InvalidRequest, "65"),
     ],
@@ -414,7 +414,7 @@ def test_least_loaded_leaves_alone_who_has_a_long_prompt():
 
 
 def test_prefix_aware_follows_the_prompt_and_not_over_a_cliff():
-    router = PrefixAware(block=4, most_load=1.5)
+    router = PrefixAware(block_size=4, max_load=1.5)
     shared, other = text(0.0, 12, 1), dataclasses.replace(text(0.0, 12, 1), prompt_ids=tuple(range(50, 62)))
     assert router.route(shared, [0, 0, 0]) == 0
     assert router.route(other, [9, 0, 0]) == 1
@@ -430,7 +430,7 @@ def test_prefix_aware_follows_the_prompt_and_not_over_a_cliff():
 
 
 def test_prefix_aware_goes_by_the_longest_beginning():
-    router = PrefixAware(block=4)
+    router = PrefixAware(block_size=4)
     long, short = (dataclasses.replace(text(0.0, 8, 1), prompt_ids=(1, 2, 3, 4, *rest)) for rest in ([5] * 4, [6] * 4))
     assert router.route(long, [0, 0]) == 0
     assert router.route(short, [1000, 0]) == 1
@@ -438,7 +438,7 @@ def test_prefix_aware_goes_by_the_longest_beginning():
 
 
 def test_prefix_aware_forgets():
-    router = PrefixAware(block=4, blocks=1, remembered=2)
+    router = PrefixAware(block_size=4, max_blocks=1, max_prefixes=2)
     prompts = [dataclasses.replace(text(0.0, 4, 1), prompt_ids=(n,) * 4) for n in range(3)]
     for prompt, loads in zip(prompts, ([0, 9, 9], [9, 0, 9], [9, 9, 0]), strict=True):
         router.route(prompt, loads)
