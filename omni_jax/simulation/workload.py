@@ -151,7 +151,8 @@ class Mix:
             raise ValueError("the kind image needs `side`, the lengths of the sides of its images")
         if (self.prefixes > 0) != (self.prefix_tokens > 0) or self.prefixes < 0 or self.prefix_tokens < 0:
             raise ValueError(
-                f"prefixes and prefix_tokens must both be 0 or both positive, got {self.prefixes} and {self.prefix_tokens}"
+                f"prefixes and prefix_tokens must both be 0 or both positive, got {self.prefixes} and "
+                f"{self.prefix_tokens}"
             )
 
     def load(self, kind: ArrivalKind) -> Load:
