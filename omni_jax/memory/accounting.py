@@ -78,7 +78,7 @@ def check_leaks(pool: BlockPool, sequences: Iterable[Sequence]) -> None:
     holders: dict[int, list[str]] = collections.defaultdict(list)
     for sequence in sequences:
         for block in sequence.blocks:
-            holders[block].append(f"{sequence.request.id}[{sequence.index}]")
+            holders[block].append(sequence.name)
     for block in range(pool.num_blocks):
         held, references = holders.get(block, []), pool.references(block)
         if references != len(held):

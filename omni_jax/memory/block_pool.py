@@ -257,7 +257,7 @@ class BlockPool:
 class _Leaves:
     """Idle blocks without children, ordered by value.
 
-    A block that is no longer a leaf leaves a stale entry behind, which its ticket reveals. Values are computed only
+    The entry of a block that is no longer a leaf is stale, which its ticket shows. Values are computed only
     when a block must be evicted, because most leaves are reused before.
     """
 

@@ -105,6 +105,11 @@ class Sequence:
         self.most_urgent = min([segment.priority for segment in self.request.segments] or [of_request])
 
     @property
+    def name(self) -> str:
+        """Name for logs: request id[index]."""
+        return f"{self.request.id}[{self.index}]"
+
+    @property
     def num_output(self) -> int:
         """Number of output tokens that the host has read."""
         return len(self.known) - self.num_prompt

@@ -75,7 +75,7 @@ def by_deadline(
     heap = [(rank(sequence), i) for i, sequence in enumerate(candidates)]
     heapq.heapify(heap)
     while left > 0 and heap:
-        place, i = heapq.heappop(heap)
+        ranked, i = heapq.heappop(heap)
         sequence = candidates[i]
         if sequence.slot is None and not admit(sequence):
             continue
@@ -87,10 +87,10 @@ def by_deadline(
         left -= count
         following = sequence.segment_at(sequence.computed + share + count)
         if count < whole and following is not None and segment is not None:
-            aged = place[0] - segment.priority
+            aged = ranked[0] - segment.priority
             heapq.heappush(heap, ((aged + following.priority, following.deadline, sequence.order), i))
         elif count < whole:
-            heapq.heappush(heap, (place, i))  # output to recompute follows the prompt
+            heapq.heappush(heap, (ranked, i))  # output to recompute follows the prompt
     return list(shares.items())
 
 

@@ -66,8 +66,8 @@ class SLOFirst:
     def step_seconds(self, decoding: Iterable[Sequence], now: float) -> float:
         """Maximum duration of the next step in seconds, so that every decoding sequence keeps its pace.
 
-        The step may last until the first of their next tokens is due, but at least one whole interval. A sequence ahead
-        of its pace lends its lead; one behind would not be helped by steps shorter than its objective.
+        The step may last until the first of their next tokens is due, but at least one whole interval. It may be longer
+        if all sequences are ahead of their pace; steps shorter than an interval would not help one that is late.
         """
         allowed = math.inf
         for sequence in decoding:

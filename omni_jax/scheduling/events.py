@@ -39,8 +39,3 @@ class Event:
             "class": f"{self.by} is of a more urgent class",
             "turn": "the token budget reached it",
         }[self.cause]
-
-
-def sequence_name(sequence: Sequence) -> str:
-    """The name of a sequence in logs: request[index]."""
-    return f"{sequence.request.id}[{sequence.index}]"

@@ -68,16 +68,16 @@ class Features:
                 or they could take features from each other in turn, for ever.
         """
 
-        def place(sequence: Sequence) -> tuple[bool, Any]:
+        def order(sequence: Sequence) -> tuple[bool, Any]:
             return sequence.slot is None, rank(sequence)
 
-        for sequence in sorted(self._wanting, key=place):
+        for sequence in sorted(self._wanting, key=order):
             media = sequence.request.media
             while sequence.media_held < len(media):
                 span = media[sequence.media_held]
                 if not self.cache.hold(span):
-                    behind = [s for s in waiting if s.media_held > s.media_passed and place(s) > place(sequence)]
-                    if not self._reclaim(span, sorted(behind, key=place)):
+                    later = [s for s in waiting if s.media_held > s.media_passed and order(s) > order(sequence)]
+                    if not self._reclaim(span, sorted(later, key=order)):
                         return
                 sequence.media_held += 1
             self._wanting.discard(sequence)

@@ -58,9 +58,9 @@ def output_room(request: Request, max_model_len: int) -> int:
         raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
     room = max_model_len - prompt
     if room < 0 or (room == 0 and asked != 0):
-        wish = "" if asked is None else f" and asks for {asked} more"
+        more = "" if asked is None else f" and asks for {asked} more"
         raise InvalidRequest(
-            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {prompt} tokens{wish}. "
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {prompt} tokens{more}. "
             "Shorten the prompt.",
             param="prompt",
         )

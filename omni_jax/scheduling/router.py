@@ -9,7 +9,7 @@ from omni_jax.requests import Request
 
 
 class Router(Protocol):
-    """Chooses a replica from the request and the load of each replica, which a proxy in front of them knows."""
+    """Chooses a replica by what a proxy in front of the replicas can see: the request and the load of each replica."""
 
     def route(self, request: Request, loads: Sequence[int]) -> int:
         """Index of the replica for a request.

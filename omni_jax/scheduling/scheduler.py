@@ -31,7 +31,7 @@ from omni_jax.requests.outputs import FinishReason
 from omni_jax.scheduling import budget
 from omni_jax.scheduling.blocks import Blocks
 from omni_jax.scheduling.discipline import Discipline, FirstCome
-from omni_jax.scheduling.events import Cause, Event, sequence_name
+from omni_jax.scheduling.events import Cause, Event
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig, ending, output_room
 from omni_jax.scheduling.plan import Accepted, Row, StepPlan
@@ -583,7 +583,7 @@ class Scheduler:
             self.features.release(sequence)
         lost = held - len(sequence.blocks)
         self.events.append(
-            Event(kind="preempt", sequence=sequence, cause=cause, by=sequence_name(by), blocks=lost, swapped=swapped)
+            Event(kind="preempt", sequence=sequence, cause=cause, by=by.name, blocks=lost, swapped=swapped)
         )
         return True
 

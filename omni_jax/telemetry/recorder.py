@@ -55,7 +55,7 @@ def request_class(request: Request) -> Modality:
 def log_event(event: Event) -> None:
     """Log pauses and preemptions at INFO, resumes at DEBUG."""
     sequence = event.sequence
-    name = f"{sequence.request.id}[{sequence.index}]"
+    name = sequence.name
     if event.kind == "preempt":
         how = "swapped out" if event.swapped else "lost"
         logger.info("preempted %s: %s (%d blocks %s)", name, event.reason, event.blocks, how)

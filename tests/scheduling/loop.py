@@ -30,7 +30,7 @@ Ending = tuple[tuple[int, ...], str, str | int | None]  # tokens, finish reason,
 
 
 class WatchedPool(BlockPool):
-    """A block pool with reference counts of its own, which notes when a block was shared."""
+    """A block pool that also keeps its own reference counts, and the step in which a block was shared."""
 
     def __init__(self, num_blocks: int, block_size: int):
         super().__init__(num_blocks, block_size)
@@ -72,10 +72,10 @@ def image_span(name: str, start: int, length: int) -> MediaSpan:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Parcel:
-    """Blocks swapped out of the fake device, ready after `asks` calls of `is_ready`."""
+    """Blocks swapped out of the fake device, ready after `polls` calls of `is_ready`."""
 
     content: list
-    asks: int
+    polls: int
     lost: bool
 
 
@@ -93,7 +93,7 @@ class FakeSwap:
             return None
         parcel = Parcel(
             content=self._device.read_blocks(blocks),
-            asks=self._random.randrange(4),
+            polls=self._random.randrange(4),
             lost=self._faults and self._random.random() < 0.2,
         )
         self.parcels.add(parcel)
@@ -101,8 +101,8 @@ class FakeSwap:
         return parcel
 
     def is_ready(self, parcel: Parcel) -> bool:
-        parcel.asks -= 1
-        return parcel.asks < 0
+        parcel.polls -= 1
+        return parcel.polls < 0
 
     def load(self, parcel: Parcel, blocks: list[int]) -> bool:
         self.parcels.remove(parcel)

@@ -192,7 +192,7 @@ def test_a_sequence_whose_blocks_are_loading_blocks_no_other():
     while not run.swap.parcels:
         run.step()
     for parcel in run.swap.parcels:
-        parcel.asks = 1000
+        parcel.polls = 1000
     (small,) = run.add(3, max_tokens=1)
     while small.finish_reason is None:
         run.step()
