@@ -98,7 +98,7 @@ class Engine:
         if self._encoder is not None:
             self._features = Features(
                 EncoderCache(self.info.encoder_cache_tokens),
-                most_patches=self._encoder.config.buckets[-1],
+                max_patches=self._encoder.config.buckets[-1],
                 pack_patches=PACK_PATCHES,
             )
         self._pool = BlockPool(
@@ -236,7 +236,7 @@ class Engine:
         def compact(source: list[int], rows: int, keep: int, target: list[int]) -> None:
             self._runner.compact(source, rows, keep, target, sinks=SINKS, window=WINDOW)
 
-        return Compression(ratio=schedule.ratio, compact=compact, least=SINKS + WINDOW)
+        return Compression(ratio=schedule.ratio, compact=compact, min_rows=SINKS + WINDOW)
 
     def count_compilations_from_now(self) -> None:
         """Compilations are counted by the process: those of rows that start later are no fault of this one's."""
@@ -244,7 +244,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks; what runs goes on."""
-        self._scheduler.forget_prefixes()
+        self._scheduler.clear_prefix_cache()
 
     def close(self) -> None:
         """Ends the threads of the host tier and removes its files, and ends the processes that follow. Nothing may be
@@ -443,7 +443,7 @@ class Engine:
         """Ends a sequence for what only the engine sees. Overrules an end by length that the same step brought."""
         self._scheduler.finish(sequence, reason, stop_reason)
         if reason == "error":
-            self._scheduler.forget_prefixes()  # it may have ended before: what it left in the cache may be no numbers
+            self._scheduler.clear_prefix_cache()  # it may have ended before, and left NaN in cached blocks
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def _ended(self, sequence: Sequence, *, text="", token_ids=(), logprobs=(), error=None) -> Delta:
@@ -554,10 +554,10 @@ def check_media(request: Request, vision: VisionInputs, features: Features) -> N
                 f"{features.cache.capacity}: send a smaller one, or raise --encoder-cache-tokens",
                 param="messages",
             )
-        if span.num_patches > features.most_patches:
+        if span.num_patches > features.max_patches:
             raise InvalidRequest(
                 f"an image of {span.num_patches} patches is larger than this server encodes, which is "
-                f"{features.most_patches}: send a smaller one, or raise --max-pixels",
+                f"{features.max_patches}: send a smaller one, or raise --max-pixels",
                 param="messages",
             )
     if stray := placeholders.keys() & request.prompt_ids[at:]:

@@ -314,7 +314,7 @@ class Front:
     def _make_router(self) -> Router:
         if len(self._going()) == 1 or not self._config.enable_prefix_caching:
             return LeastLoaded()
-        return PrefixAware(block=self.engine.info.block_size)
+        return PrefixAware(block_size=self.engine.info.block_size)
 
     def _post(self, deltas: list[Delta]) -> None:
         self._call(lambda: self._take(deltas))

@@ -53,7 +53,7 @@ def test_the_examples_are_experiments(request):
             "needs enable_chunked",
         ),
         ({"arms": [{"name": "A", "aging_seconds": 0}]}, "aging_seconds must be above 0"),
-        ({"slo": {"text": {"ttft_ms": -1}}}, "slo.text: ttft_ms must be milliseconds, more than 0"),
+        ({"slo": {"text": {"ttft_ms": -1}}}, "slo.text: ttft_ms must be a number of milliseconds above 0"),
         ({"baseline": "Z"}, "baseline 'Z' is no arm; arms are A, C"),
         ({"rates": ["0.8"]}, r"rates.0.: expected requests a second .4.5., a share of the capacity .'80%'."),
         ({"rates": [-1]}, "rates.0.: expected requests a second"),

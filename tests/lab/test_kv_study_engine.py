@@ -7,7 +7,7 @@ import pytest
 
 from omni_jax.engine.llm import LLM
 from omni_jax.lab.kv_study import Window, measure, parse_plan
-from omni_jax.memory.compression import FALL, FULL, QUIET, SINKS, WINDOW
+from omni_jax.memory.compression import DECAY_START, RAMP_END, RAMP_START, SINKS, WINDOW
 from tests import tiny
 from tests.engines import SETUPS, compile_tiny, load_tiny, make_engine, sharing
 
@@ -67,10 +67,10 @@ def test_the_default_schedule_leaves_the_first_steps_alone(windows, scored, comp
     plan = parse_plan("adaptive")
     found = measure(make_engine(compressing, options=plan.options), plan, windows)
     lengths = np.arange(PROMPT + 1, PROMPT + STEPS + 1)
-    assert (found.rows[:, : QUIET - 1] == lengths[: QUIET - 1]).all()
-    assert found.nll[:, : QUIET - 1] == pytest.approx(scored[:, : QUIET - 1], abs=1e-4)
-    assert (found.rows[:, FULL:] < 0.75 * lengths[FULL:]).any()
-    assert (np.diff(found.rows[:, FALL + 1 :]) == 1).all()  # nothing goes once the cap has fallen below what is gone
+    assert (found.rows[:, : RAMP_START - 1] == lengths[: RAMP_START - 1]).all()
+    assert found.nll[:, : RAMP_START - 1] == pytest.approx(scored[:, : RAMP_START - 1], abs=1e-4)
+    assert (found.rows[:, RAMP_END:] < 0.75 * lengths[RAMP_END:]).any()
+    assert (np.diff(found.rows[:, DECAY_START + 1 :]) == 1).all()  # the cap is below the share already dropped
 
 
 def test_int8_is_near(windows, scored):
