@@ -1,7 +1,7 @@
 """The replicas of an engine: each is an Engine in its own thread, and one front hands requests to them.
 
 A request goes to one replica and stays there. The router picks the replica that last served the longest prefix of the
-prompt, unless that replica has too much to do; otherwise it picks the least loaded one. Replicas share nothing: each has
+prompt, unless that replica is overloaded; otherwise it picks the least loaded one. Replicas share nothing: each has
 its own devices, weights, pool and scheduler.
 """
 
