@@ -11,7 +11,7 @@ __all__ = ["LLM", "InvalidRequest", "RequestOutput", "SamplingParams", "Score"]
 
 
 def __getattr__(name: str) -> Any:
-    """LLM and Score bring JAX with them: imported when they are asked for, so that `omni-jax --help` is quick."""
+    """Import LLM and Score on first use: they import JAX, which would slow down `omni-jax --help`."""
     if name in ("LLM", "Score"):
         from omni_jax.engine import llm
 

@@ -26,7 +26,7 @@ from omni_jax.models import ModelConfig, VisionConfig, Weights, load_weights, mo
 from omni_jax.models.axis import MODEL
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
 from omni_jax.runtime.executables import Job, compile_all
-from omni_jax.runtime.processes import Follower, Front, Group, join, meet
+from omni_jax.runtime.processes import Follower, Front, Group, join, wait_until_all_compiled
 from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, part_of, replica_meshes, sharding_of
 from omni_jax.runtime.state import block_bytes, round_pages
 from omni_jax.scheduling import default_buckets, patch_buckets
@@ -104,7 +104,7 @@ def load(config: EngineConfig, progress: Progress | None = None, replica: int = 
     )
     runner_config = _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels)
     if channel is not None:
-        runner_config = _settled(channel, model, runner_config)
+        runner_config = _agreed(channel, model, runner_config)
         kernels = runner_config.kernels
     runner = Runner(model, weights, runner_config, mesh)
 
@@ -115,7 +115,7 @@ def load(config: EngineConfig, progress: Progress | None = None, replica: int = 
         logger.info("compiled %-16s %6.2f s", name, executable.seconds)
         report("compile", done, total, name)
 
-    executables = runner.start(compiled_one, (lambda: None) if channel is None else meet)
+    executables = runner.start(compiled_one, (lambda: None) if channel is None else wait_until_all_compiled)
     seconds, hits = time.perf_counter() - begin, compat.cache_hits() - hits
     logger.info(
         "%d executables ready in %.1f s, %d of %d programs from the compilation cache",
@@ -125,7 +125,7 @@ def load(config: EngineConfig, progress: Progress | None = None, replica: int = 
         compat.compilations() - compiled,
     )
     if isinstance(channel, Front):
-        runner.tell = channel.tell
+        runner.broadcast = channel.broadcast
     info = EngineInfo(
         model_dir=str(config.model_dir),
         architecture=model.architecture,
@@ -175,7 +175,7 @@ def _join(config: EngineConfig) -> Front | Follower | None:
     )
 
 
-def _settled(channel: Front | Follower, model: ModelConfig, config: RunnerConfig) -> RunnerConfig:
+def _agreed(channel: Front | Follower, model: ModelConfig, config: RunnerConfig) -> RunnerConfig:
     """Sizes and kernels that all processes can have: the smallest cache, and XLA where not all take the same kernel.
 
     Raises:
@@ -188,7 +188,7 @@ def _settled(channel: Front | Follower, model: ModelConfig, config: RunnerConfig
         "max_model_len": config.max_model_len,
         "same": {"model": repr(model), "settings": repr(same), "end of text": sorted(config.eos_token_ids)},
     }
-    settled = channel.settle(proposal, _agree)
+    settled = channel.agree(proposal, _combine)
     return dataclasses.replace(
         config,
         kernels=PagedKernels(**settled["kernels"]),
@@ -197,7 +197,7 @@ def _settled(channel: Front | Follower, model: ModelConfig, config: RunnerConfig
     )
 
 
-def _agree(proposals: list[dict[str, Any]]) -> dict[str, Any]:
+def _combine(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     first = proposals[0]
     for number, proposal in enumerate(proposals):
         for name, value in first["same"].items():

@@ -13,7 +13,7 @@ from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.runtime import processes
-from omni_jax.runtime.processes import EXIT
+from omni_jax.runtime.processes import EXIT_CODE
 from tests.engines import compile_tiny, sharing
 from tests.virtual_devices import environment
 
@@ -69,7 +69,7 @@ def test_when_one_process_dies_the_other_ends_with_a_clear_error(mode, survivor,
     assert found[1 - survivor][0] == 9, found[1 - survivor][1][-5000:]
     code, output = found[survivor]
     assert code != 0
-    assert code in (EXIT, -6, 1), output[-3000:]
+    assert code in (EXIT_CODE, -6, 1), output[-3000:]
     assert f"{lost} has gone" in output, output[-3000:]
 
 
@@ -106,7 +106,7 @@ def test_connections_without_the_token_are_closed(caplog):
             assert connections[1].recv(1) == b""
         for connection in connections:
             connection.close()
-    assert caplog.text.count("without the group's token was closed") == 2
+    assert caplog.text.count("that did not send the group's token") == 2
 
 
 def test_a_process_that_follows_has_no_engine():

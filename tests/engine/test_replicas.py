@@ -72,5 +72,5 @@ def test_pipeline_parallelism_is_refused_with_what_to_use_instead():
 
 
 def test_a_mesh_larger_than_the_devices_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=rf"data=3 x model=2 needs 6 devices, and there are {len(jax.devices())}"):
+    with pytest.raises(ValueError, match=rf"data=3 x model=2 needs 6 devices, but there are {len(jax.devices())}"):
         compile_tiny(Setup(), data_parallel_size=3, tensor_parallel_size=2)

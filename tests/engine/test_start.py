@@ -208,6 +208,6 @@ def test_the_largest_of_each_kind_is_reckoned_with(main, monkeypatch):
     config = dataclasses.replace(runner.config, swap=True, compression=True)
     loading._needs(Runner(runner._model, runner._weights, config, runner.mesh))
     heads = [("head", 8, variant) for variant in ("greedy", "sample", "full")]
-    copies = [("read", 16), ("write", 16), ("compact", runner.shapes.pages_per_row)]
+    copies = [("read", 16), ("write", 16), ("compact", runner.sizes.pages_per_row)]
     bodies = [("mixed", 64), ("decode", 8), ("score", 64)]
     assert sorted(compiled) == sorted([*bodies, *heads, ("admit",), ("history",), *copies])
