@@ -13,7 +13,7 @@ import pytest
 from omni_jax.models import weights as weights_module
 from omni_jax.runtime.sharding import RULES, make_mesh, spec_of
 from tests import tiny
-from tests.engine.test_vision import CASES, asked
+from tests.engine.test_vision import CASES, vision_request
 from tests.engines import Setup, assert_idle, compile_tiny, greedy, make_engine, request, run
 
 TOLERANCE = 1e-4
@@ -196,7 +196,7 @@ def test_images_and_video_equal_one_device(family, size):
     one, many = vision(family, 1), vision(family, size)
     params = greedy(max_tokens=16, logprobs=20)
     found, expected = (
-        run(make_engine(loaded), *(asked(loaded, name, name=name, params=params) for name in CASES))
+        run(make_engine(loaded), *(vision_request(loaded, name, name=name, params=params) for name in CASES))
         for loaded in (many, one)
     )
     assert_same(found, expected)

@@ -8,7 +8,7 @@ from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
 from omni_jax.runtime.debug import describe
 from omni_jax.scheduling import Row, StepPlan
-from tests.engine.test_vision import asked
+from tests.engine.test_vision import vision_request
 from tests.engines import greedy, load_tiny, make_engine, request
 
 
@@ -85,7 +85,7 @@ def test_descriptions_match_what_is_packed():
 
     runner._pack_body, runner.dispatch = packing, dispatching
     try:
-        for item in (asked(loaded, "one_image"), request("t", 90, greedy(max_tokens=5))):
+        for item in (vision_request(loaded, "one_image"), request("t", 90, greedy(max_tokens=5))):
             engine.add(item)
         while engine.has_work:
             engine.step()
