@@ -1,6 +1,6 @@
-"""Tests that need several devices run in a process of their own: their number is fixed when JAX starts.
+"""Runs tests that need several devices in a separate process, because JAX fixes the number of devices when it starts.
 
-Such files are called on_eight_devices.py, so that pytest does not collect them with the others. By hand:
+Their files are called on_eight_devices.py, so that pytest does not collect them with the others. To run one directly:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest tests/runtime/on_eight_devices.py
 """
@@ -14,13 +14,13 @@ FLAG = "--xla_force_host_platform_device_count="
 
 
 def environment(devices: int = 8) -> dict[str, str]:
-    """Of a process that has so many virtual CPU devices."""
+    """Environment of a process with `devices` virtual CPU devices."""
     given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(FLAG)]
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*given, f"{FLAG}{devices}"])}
 
 
 def passes_on_eight_devices(file: Path) -> None:
-    """Runs the tests of a file; what pytest says of a failure is the assertion's message."""
+    """Run the tests of a file. If some fail, the assertion's message is pytest's output."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]

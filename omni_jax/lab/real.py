@@ -20,10 +20,10 @@ from typing import Any
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
-from omni_jax.engine.loading import Progress
 from omni_jax.lab.experiment import TINY_VL, Arm, Experiment, workload
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import Run, Tape, make_run
+from omni_jax.progress import StageReport
 from omni_jax.requests import InvalidRequest, Request
 from omni_jax.segments import make_policy, prompt_view
 from omni_jax.simulation.workload import Arrival, build
@@ -35,7 +35,7 @@ LEAD = 0.02  # seconds from the last preparations to the beginning of a run
 class RealBackend:
     """See backend.Backend."""
 
-    def __init__(self, experiment: Experiment, progress: Progress | None = None):
+    def __init__(self, experiment: Experiment, progress: StageReport | None = None):
         self._experiment, self._progress = experiment, progress
         self._engines: dict[EngineConfig, Engine] = {}
         self._model = tiny_vl() if experiment.model == TINY_VL else Path(experiment.model)

@@ -105,9 +105,9 @@ def test_kv_heads_that_are_fewer_than_devices_are_replicated():
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused_with_both_numbers():
     message = refused("Qwen2-VL-7B", "--gpu", "h100", "--num", "8", "-tp", "8")
-    assert "over 8 devices: 28 attention heads cannot be shared out" in message
+    assert "over 8 devices: 28 attention heads do not divide" in message
     message = refused("Qwen2-0.5B", "--gpu", "h100", "--num", "7", "-tp", "7")
-    assert "over 7 devices: 2 KV heads, 4864 inner columns" in message
+    assert "over 7 devices: 2 KV heads, 4864 intermediate columns" in message
 
 
 def test_a_mesh_that_is_larger_than_the_gpus_is_refused_with_both_numbers():
