@@ -20,7 +20,7 @@ SETTINGS = media.settings()
 def photos() -> dict[str, bytes]:
     try:
         return {name: file.read_bytes() for name, file in real_assets.photos().items()}
-    except real_assets.NotThere as reason:
+    except real_assets.Unavailable as reason:
         pytest.skip(f"no real photos: {reason}")
 
 
@@ -28,7 +28,7 @@ def photos() -> dict[str, bytes]:
 def qwen(tmp_path_factory) -> Tokenizer:
     try:
         path = real_assets.write_qwen_directory(tmp_path_factory.mktemp("qwen"), vocabularies.VISION_CHATML)
-    except real_assets.NotThere as reason:
+    except real_assets.Unavailable as reason:
         pytest.skip(f"no real vocabulary: {reason}")
     return Tokenizer.from_directory(path)
 
