@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from omni_jax.models.axis import ALONE, ModelAxis
+from omni_jax.models.axis import ONE_DEVICE, ModelAxis
 from omni_jax.requests.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 SUPPRESSED = -1e30  # a logit that is never chosen; finite, so that differences stay numbers
@@ -21,7 +21,7 @@ _CHUNK = 256  # tokens a chunk of the two-level top-k
 
 
 def most_likely(
-    logits: Float[Array, "rows vocab"], count: int, axis: ModelAxis = ALONE
+    logits: Float[Array, "rows vocab"], count: int, axis: ModelAxis = ONE_DEVICE
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
     """The `count` largest of each row of all devices' logits and their ids, best first, of equal ones the first.
 
@@ -71,7 +71,7 @@ def draw(
     top_p: Float[Array, "rows"],
     min_p: Float[Array, "rows"],
     uniform: Float[Array, "rows"],
-    axis: ModelAxis = ALONE,
+    axis: ModelAxis = ONE_DEVICE,
 ) -> Int[Array, "rows"]:
     """One token a row: the most likely where the temperature says greedy, else drawn by `uniform` in [0, 1); -1 where
     there is nothing to choose from, because logits are not numbers or none is above minus infinity."""
@@ -132,7 +132,7 @@ def bias(
     values: Float[Array, "rows pairs"],
     suppressed_ids: Int[Array, "rows ids"],
     suppress: Bool[Array, "rows"],
-    axis: ModelAxis = ALONE,
+    axis: ModelAxis = ONE_DEVICE,
 ) -> Float[Array, "rows vocab"]:
     """Adds logit_bias, and makes the suppressed ids impossible in rows that `suppress`. Unused places hold id =
     vocab."""

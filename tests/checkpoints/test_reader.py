@@ -102,12 +102,9 @@ def test_ck_01_missing_shard(sharded):
 
 
 def test_ck_01_an_indexed_tensor_is_not_in_its_file(sharded):
-    file = "model-00001-of-00003.safetensors"
-    edit_json(sharded / "model.safetensors.index.json", lambda index: index["weight_map"].update({"ghost": file}))
-    assert (
-        only_fault(sharded)
-        == f"tensor 'ghost' is not in {file}, the file that model.safetensors.index.json assigns it to"
-    )
+    file, index = "model-00001-of-00003.safetensors", "model.safetensors.index.json"
+    edit_json(sharded / index, lambda content: content["weight_map"].update({"ghost": file}))
+    assert only_fault(sharded) == f"tensor 'ghost' is not in {file}, the file that {index} assigns it to"
 
 
 def test_every_fault_is_listed_at_once(sharded):
