@@ -28,7 +28,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def project(x: Float[Array, "tokens in"], weight: Array, *, out_in: bool) -> Float[Array, "tokens out"]:
-    """Multiply x by a matrix stored [in, out], or [out, in] with `out_in`. Sums are float32, the result is x's dtype."""
+    """Multiply x by a matrix [in, out], or [out, in] with `out_in`. Sums in float32; the result has x's dtype."""
     contract = 1 if out_in else 0
     product = lax.dot_general(x, weight, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
     return product.astype(x.dtype)
