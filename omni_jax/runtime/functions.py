@@ -15,7 +15,7 @@ from jax import lax
 
 from kernels_pallas.paged_attention import PagedBatch, PagedKernels, paged_attention, write_kv
 from omni_jax.models import ModelConfig, Split
-from omni_jax.models.axis import ALONE, ModelAxis
+from omni_jax.models.axis import ONE_DEVICE, ModelAxis
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import sampling
 from omni_jax.runtime.packing import Layout
@@ -47,7 +47,7 @@ class StepSizes:
     vocab_size: int
     reads_media: bool = False
     kernels: PagedKernels = dataclasses.field(default_factory=PagedKernels)
-    axis: ModelAxis = ALONE
+    axis: ModelAxis = ONE_DEVICE
 
     @property
     def alternatives(self) -> int:

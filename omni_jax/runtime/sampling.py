@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from omni_jax.models.axis import ALONE, ModelAxis
+from omni_jax.models.axis import ONE_DEVICE, ModelAxis
 from omni_jax.requests.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 SUPPRESSED = -1e30  # logit of a token that is never sampled; finite, so that differences are not NaN
@@ -21,7 +21,7 @@ _CHUNK = 256  # tokens per chunk of the two-level top-k
 
 
 def most_likely(
-    logits: Float[Array, "rows vocab"], count: int, axis: ModelAxis = ALONE
+    logits: Float[Array, "rows vocab"], count: int, axis: ModelAxis = ONE_DEVICE
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
     """The `count` largest logits of each row over all devices and their ids, largest first; ties by lower id.
 
@@ -71,7 +71,7 @@ def draw(
     top_p: Float[Array, "rows"],
     min_p: Float[Array, "rows"],
     uniform: Float[Array, "rows"],
-    axis: ModelAxis = ALONE,
+    axis: ModelAxis = ONE_DEVICE,
 ) -> Int[Array, "rows"]:
     """One token per row: the most likely one if the temperature is greedy, otherwise drawn by `uniform` in [0, 1). -1
     if logits are NaN or all minus infinity."""
@@ -132,7 +132,7 @@ def bias(
     values: Float[Array, "rows pairs"],
     suppressed_ids: Int[Array, "rows ids"],
     suppress: Bool[Array, "rows"],
-    axis: ModelAxis = ALONE,
+    axis: ModelAxis = ONE_DEVICE,
 ) -> Float[Array, "rows vocab"]:
     """Add logit_bias, and suppress `suppressed_ids` in rows where `suppress` is true. Padding of ids is the
     vocabulary's size."""

@@ -393,7 +393,7 @@ def _item(arrival: Arrival, vision: "VisionInputs", patches: bool) -> "MediaItem
         settings.factor,
         min_pixels=settings.min_pixels,
         max_pixels=settings.max_pixels,
-        most=settings.max_pixels,
+        limit=settings.max_pixels,
     )
     size, channels = settings.patch_size, vision.config.in_channels
     grid = (1, height // size, width // size)

@@ -101,7 +101,7 @@ def _check_bounds(part: MediaPart, settings: VisionSettings) -> None:
     least, most = settings.min_pixels, settings.max_pixels
     if part.modality == "video":
         least, most = settings.video_min_pixels, settings.video_max_pixels
-    pixel_bounds(part.options.get("min_pixels"), part.options.get("max_pixels"), least=least, most=most)
+    pixel_bounds(part.options.get("min_pixels"), part.options.get("max_pixels"), default_min=least, server_max=most)
     if (count := part.options.get("num_frames", 0)) > settings.max_frames:
         raise InvalidRequest(f"num_frames is {count}, the server's bound is {settings.max_frames}")
     if isinstance(part.source, list):

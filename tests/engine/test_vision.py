@@ -102,7 +102,7 @@ class TestEqualsTransformers:
             features = np.concatenate([np.zeros((1, 64), np.float32), expected["features"].reshape(-1, 64)])
             is_media = np.isin(ids, (loaded.vision.config.image_token_id, loaded.vision.config.video_token_id))
             rows = np.where(is_media, np.cumsum(is_media), 0).astype(np.int32)
-            found = decoder.embedded(jnp.asarray(ids), jnp.asarray(features), jnp.asarray(rows))
+            found = decoder.embed_tokens(jnp.asarray(ids), jnp.asarray(features), jnp.asarray(rows))
             np.testing.assert_allclose(np.asarray(found)[at], expected["embeds"], atol=TOLERANCE, rtol=0, err_msg=name)
 
     def test_batched_tokens(self, family):
