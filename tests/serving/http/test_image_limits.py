@@ -68,7 +68,7 @@ async def test_parts_of_a_wrong_shape(client, engine, host):
         {"type": "video", "video": [[host.url("/red.png")]]},
         {"type": "image", "image": {"a": 1}},
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
-        {"type": "image", "image": host.url("/red.png")},
+        {"type": "photo", "photo": host.url("/red.png")},
         {"image_url": {"url": 5}},
     ):
         await refused(client, body("see", url_part(host.url("/blue.png")), part), match="messages[0].content[2]")
