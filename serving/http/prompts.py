@@ -52,6 +52,36 @@ async def render(server: Server, conversation: Conversation, body: Mapping[str, 
     return await server.in_thread(make, tokenizer, vision and vision.config, conversation.messages, items)
 
 
+def encode(server: Server, prompt: str | Sequence[int], *, param: str, add_special_tokens: bool = True) -> Prompt:
+    """The prompt that a text or a list of token ids makes.
+
+    Args:
+        param: the field of the API request, for errors.
+        add_special_tokens: for a text, add the tokenizer's special tokens such as BOS.
+
+    Raises:
+        InvalidRequest: no tokens, or ids outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        ids = server.engine.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    else:
+        check_token_ids(prompt, server.engine.info.vocab_size, param=param)
+        ids = prompt
+    if not ids:
+        raise InvalidRequest(f"{param} must not be empty: send at least one token", param=param)
+    return Prompt(ids=tuple(ids))
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
+    """Raises InvalidRequest if an id is outside the vocabulary."""
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"{param} has token id {token}, but the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})",
+                param=param,
+            )
+
+
 def _wanted(server: Server, conversation: Conversation, vision: VisionInputs) -> list[MediaPart]:
     """What is to be fetched, in order. Everything that can be refused without fetching is refused here."""
     field = "mm_processor_kwargs"

@@ -157,6 +157,10 @@ class GenerationRequest(_Strict):
         given = {name: value for name in _OBJECTIVES if (value := getattr(self, name)) is not None}
         return SLO(**given) if given else None
 
+    def without_media(self) -> Self:
+        """The request without its images and videos, to keep while it runs."""
+        return self
+
     def wanted_tokens(self) -> tuple[str, int | None]:
         """The field that says how many tokens to generate, and what it says."""
         return "max_tokens", self.max_tokens
@@ -287,6 +291,9 @@ class ChatRequest(GenerationRequest, Conversation):
         if self.echo:
             raise InvalidRequest("echo is not supported in a chat; use /v1/completions", param="echo")
         return self
+
+    def without_media(self) -> Self:
+        return self.model_copy(update={"messages": []})
 
     def wanted_tokens(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:

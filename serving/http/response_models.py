@@ -18,13 +18,13 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-    )
+class ResponseHead(BaseModel):
+    """Fields with which a response and each chunk of a stream begin."""
+
+    id: str
+    object: str
+    created: int
+    model: str
 
 
 class TopLogprob(BaseModel):
@@ -62,11 +62,7 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None
 
 
-class ChatCompletion(BaseModel):
-    id: str
-    object: str
-    created: int
-    model: str
+class ChatCompletion(ResponseHead):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
@@ -85,11 +81,7 @@ class ChatChunkChoice(BaseModel):
     stop_reason: int | str | None = None
 
 
-class ChatChunk(BaseModel):
-    id: str
-    object: str
-    created: int
-    model: str
+class ChatChunk(ResponseHead):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -112,13 +104,9 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class CompletionResponse(BaseModel):
+class CompletionResponse(ResponseHead):
     """A whole completion, or one chunk of a stream."""
 
-    id: str
-    object: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from omni_jax.requests import EngineError, InvalidRequest
+from omni_jax.requests import EngineError
 from serving.http.chat import chat_completions
 from serving.http.completions import completions
 from serving.http.errors import REQUEST_ID, ApiError, error_middleware
 from serving.http.media import MediaOptions, open_session
 from serving.http.memory_metrics import figures as memory_figures
 from serving.http.metrics import CONTENT_TYPE, Metrics
-from serving.http.prompts import render
+from serving.http.prompts import check_token_ids, render
 from serving.http.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, read_object, validate
 from serving.http.response_models import Detokenized, ModelCard, ModelList, Tokenized, Version
 from serving.http.segment_options import Cutter, SegmentOptions
@@ -276,9 +276,6 @@ async def _detokenize(request: web.Request) -> web.Response:
 def _detokenized(server: Server, raw: bytes) -> web.Response:
     asked = validate(DetokenizeRequest, read_object(raw))
     server.model_name(asked.model)
-    size = server.engine.info.vocab_size
-    for token in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
-        if not 0 <= token < size:
-            raise InvalidRequest(f"tokens names id {token}, but the vocabulary has {size} tokens", param="tokens")
+    check_token_ids(asked.tokens, server.engine.info.vocab_size, param="tokens")
     text = server.engine.tokenizer.decode(asked.tokens, skip_special_tokens=False)
     return json_response(Detokenized(prompt=text))

@@ -162,7 +162,7 @@ async def test_tokenize_counts_what_a_chat_would(client, engine, host):
 
 
 async def test_the_log_tells_visual_tokens_apart(client, engine, caplog):
-    caplog.set_level(logging.INFO, "serving.http.generation")
+    caplog.set_level(logging.INFO, "serving.http.engine_streams")
     await ask(
         client, image(RED, (40, 24)), url_part(data_uri(video([RED, BLUE])), "video"), "What is it?", max_tokens=5
     )
