@@ -134,7 +134,7 @@ def generate(
         from omni_jax import LLM
         from omni_jax.progress import stage_bars
         from omni_jax.requests import SamplingParams
-        from serving.http.protocol import MODEL_DEFAULTS
+        from serving.http.sampling import MODEL_DEFAULTS
 
         with stage_bars() as progress:
             llm = LLM(model_dir, progress=progress, **options)

@@ -13,7 +13,7 @@ from serving.http.engine_streams import PromptDelta
 from serving.http.generation import Call, Endpoint, generate, stream_chunks
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.http.prompts import render
-from serving.http.protocol import ChatRequest
+from serving.http.request_models import ChatRequest
 from serving.http.response_models import (
     ChatChoice,
     ChatChunk,

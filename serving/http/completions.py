@@ -13,7 +13,7 @@ from serving.http.engine_streams import PromptDelta
 from serving.http.generation import Call, Endpoint, generate, stream_chunks
 from serving.http.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from serving.http.prompts import encode
-from serving.http.protocol import CompletionRequest
+from serving.http.request_models import CompletionRequest
 from serving.http.response_models import (
     CompletionChoice,
     CompletionLogprobs,

@@ -2,8 +2,10 @@
 
 import json
 import logging
+import reprlib
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 
@@ -14,6 +16,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)  # what the log and the client call a request
 
 MAX_MESSAGE = 1000  # characters; no message may grow with what the client sent
+MAX_REPR = 200  # characters of a client's value in a message
 
 _TYPES = {
     401: "authentication_error",
@@ -98,3 +101,14 @@ async def error_middleware(
 
 def _phrase(status: int) -> str:
     return HTTPStatus(status).phrase.lower()
+
+
+class _BoundedRepr(reprlib.Repr):
+    def __init__(self):
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+
+def bounded_repr(value: Any) -> str:
+    """The repr of what a client sent, cut to MAX_REPR characters."""
+    return _BoundedRepr().repr(value)[:MAX_REPR]

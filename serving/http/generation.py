@@ -15,8 +15,9 @@ from omni_jax.inputs import Prompt
 from omni_jax.requests import Delta, Request
 from serving.http.engine_streams import PromptDelta, merged, stream_deltas
 from serving.http.errors import REQUEST_ID
-from serving.http.protocol import GenerationRequest, read_object, sampling_params, validate
+from serving.http.request_models import GenerationRequest, read_object, validate
 from serving.http.response_models import PromptTokensDetails, Usage
+from serving.http.sampling import sampling_params
 from serving.http.state import SERVER, Server
 from serving.http.wire import header_safe, json_response, new_id, read_body, serve_events
 

@@ -22,7 +22,7 @@ from omni_jax.inputs import (
 from omni_jax.inputs.image import pixel_bounds
 from omni_jax.requests import InvalidRequest
 from serving.http.media import fetch
-from serving.http.protocol import PROCESSOR_OPTIONS, Conversation, processor_options
+from serving.http.request_models import PROCESSOR_OPTIONS, Conversation, processor_options
 from serving.http.state import Server
 
 FETCHES = 8  # of one request at a time; so many files of it are in memory
