@@ -1,4 +1,4 @@
-"""Responses of the OpenAI protocol. Only fields that were set are written: absent and null differ here."""
+"""Models of the API responses. Only fields that were set are serialized, because absent and null differ."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """prompt_tokens_details is always there, as OpenAI has it, and says 0 without a prefix cache."""
+    """Token counts. As in OpenAI, prompt_tokens_details is always present; without a prefix cache it is 0."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -94,7 +94,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """A whole choice, or in a stream what was added to it."""
+    """A whole choice, or an addition to it in a stream."""
 
     index: int
     text: str
@@ -105,7 +105,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(ResponseHead):
-    """A whole completion, or one chunk of a stream."""
+    """A whole response, or a chunk of a stream."""
 
     choices: list[CompletionChoice]
     usage: Usage | None = None

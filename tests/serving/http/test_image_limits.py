@@ -89,8 +89,8 @@ async def test_limits_on_parts(engine, host):
         message = await refused(client, {"messages": turns}, match="at most 1 ")
         assert "2 video" in message
         frames = {"type": "video", "video": [host.url("/red.png")] * 9}
-        await refused(client, body(frames), match="bound is 8")
-        await refused(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="bound is 8")
+        await refused(client, body(frames), match="at most 8")
+        await refused(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="at most 8")
     async with serving(engine, media=options(image=0, video=2)) as client:
         await refused(client, body(url_part(host.url("/red.png"))), match="at most 0")
         await ask(client, video_part, video_part)
