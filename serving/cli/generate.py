@@ -131,7 +131,7 @@ def load_model(model: Path, *panels: Settings | None) -> "LLM":
 def sampling_params(llm: "LLM", settings: SamplingSettings | None) -> "SamplingParams":
     """The model's defaults, overridden by what was given."""
     from omni_jax.requests.sampling_params import SamplingParams
-    from serving.http.protocol import MODEL_DEFAULTS
+    from serving.http.sampling import MODEL_DEFAULTS
 
     defaults = {name: value for name, value in llm.info.default_sampling.items() if name in MODEL_DEFAULTS}
     return SamplingParams(**(defaults | _given(settings)))

@@ -66,11 +66,11 @@ def serve(
     try:
         from omni_jax.engine.async_engine import AsyncEngine
         from omni_jax.progress import stage_bars
-        from serving.http.memory_metrics import features
+        from serving.cli.memory_summary import memory_summary
         from serving.http.segment_options import SegmentOptions
         from serving.http.server import make_app
 
-        logger.info("memory: %s", features(engine_settings))
+        logger.info("memory: %s", memory_summary(engine_settings))
         with stage_bars() as progress:
             return run_server(
                 lambda: AsyncEngine(engine_settings, progress),

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from omni_jax.engine.config import EngineConfig
-from serving.http.memory_metrics import features
+from serving.cli.memory_summary import memory_summary
 from tests.serving.cli.test_cli import made
 
 EVERY = {
@@ -138,7 +138,7 @@ def test_the_start_says_which_of_them_are_on(invoke, served, tmp_path, caplog):
         "adaptive compression off"
     )
     fields = EVERY | {"enable_prefix_caching": False, "enable_adaptive_compression": True}
-    assert features(expected(tmp_path, **fields)) == (
+    assert memory_summary(expected(tmp_path, **fields)) == (
         "KV cache int8, prefix cache off, swap 1.5 GiB of host memory and 3.25 GiB in /somewhere/else, "
         "preemption swap, adaptive compression up to 0.3 (tests.serving.own_policies:third)"
     )

@@ -68,7 +68,7 @@ async def test_parts_of_a_wrong_shape(client, engine, host):
         {"type": "video", "video": [[host.url("/red.png")]]},
         {"type": "image", "image": {"a": 1}},
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
-        {"type": "image", "image": host.url("/red.png")},
+        {"type": "photo", "photo": host.url("/red.png")},
         {"image_url": {"url": 5}},
     ):
         await refused(client, body("see", url_part(host.url("/blue.png")), part), match="messages[0].content[2]")
@@ -89,8 +89,8 @@ async def test_limits_on_parts(engine, host):
         message = await refused(client, {"messages": turns}, match="at most 1 ")
         assert "2 video" in message
         frames = {"type": "video", "video": [host.url("/red.png")] * 9}
-        await refused(client, body(frames), match="bound is 8")
-        await refused(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="bound is 8")
+        await refused(client, body(frames), match="at most 8")
+        await refused(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="at most 8")
     async with serving(engine, media=options(image=0, video=2)) as client:
         await refused(client, body(url_part(host.url("/red.png"))), match="at most 0")
         await ask(client, video_part, video_part)

@@ -162,7 +162,7 @@ async def test_tokenize_counts_what_a_chat_would(client, engine, host):
 
 
 async def test_the_log_tells_visual_tokens_apart(client, engine, caplog):
-    caplog.set_level(logging.INFO, "serving.http.generation")
+    caplog.set_level(logging.INFO, "serving.http.engine_streams")
     await ask(
         client, image(RED, (40, 24)), url_part(data_uri(video([RED, BLUE])), "video"), "What is it?", max_tokens=5
     )
@@ -265,7 +265,7 @@ async def test_mm_09_what_cannot_be_fetched_is_named(client, engine, host):
         "/html": "",
         "/empty": "",
         "/large": "100000 bytes",
-        "/broken": "broke off",
+        "/broken": "closed the connection early",
         "/loop": "redirect",
     }.items():
         parts = ("one", image(RED), url_part(host.url(path)))
@@ -349,11 +349,11 @@ async def test_fetches_of_a_request_are_bounded(engine, host):
     async with serving(engine, media=options(image=20)) as client:
         await ask(client, *(url_part(host.url(f"/{i}")) for i in range(20)))
         assert len(engine.requests[-1].media) == 20
-        assert 1 < most <= prompts.FETCHES
+        assert 1 < most <= prompts.MAX_FETCHES
         most = 0
         frames = [host.url(f"/{i}") for i in range(8)]
         await ask(client, {"type": "video", "video": frames}, *(url_part(host.url(f"/{i}")) for i in range(8, 20)))
-        assert most <= prompts.FETCHES
+        assert most <= prompts.MAX_FETCHES
 
 
 async def test_text_does_not_wait_for_images_that_are_decoded(client, engine, monkeypatch):

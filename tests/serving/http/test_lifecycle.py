@@ -15,7 +15,7 @@ import pytest
 from serving.http import lifecycle as run
 from tests.serving.conftest import Client
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 

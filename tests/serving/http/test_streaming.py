@@ -6,7 +6,7 @@ import json
 import pytest
 
 from omni_jax.requests import Delta, TokenLogprob
-from serving.http.generation import merged
+from serving.http.engine_streams import merged
 from tests.serving.conftest import serving
 
 CHAT = "/v1/chat/completions"
