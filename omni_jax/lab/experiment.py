@@ -7,13 +7,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator
 
 from omni_jax.lab.settings import check_keys, read
 from omni_jax.memory import make_recycling
 from omni_jax.requests.slo import SLO
 from omni_jax.segments import make_policy
 from omni_jax.simulation.workload import KINDS, Arrival, Bursts, Mix, generate, read_trace
+from omni_jax.yaml_file import read_mapping
 
 TINY_VL = "tiny-vl"
 RECORDED = "recorded"  # a trace's own rate
@@ -109,6 +112,18 @@ class Rate:
     of_capacity: float | None = None
 
 
+def _rate(value: Any) -> Rate:
+    if value == RECORDED:
+        return Rate(name=RECORDED)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
+        return Rate(name=f"{value:g}", per_second=float(value))
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)) and float(match[1]) > 0:
+        return Rate(name=f"{float(match[1]):g}%", of_capacity=float(match[1]) / 100)
+    raise ValueError(
+        f"expected requests a second (4.5), a share of the capacity ('80%'), or {RECORDED!r}; got {value!r}"
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
     """What is to be found out.
@@ -146,7 +161,7 @@ class Experiment:
     arms: tuple[Arm, ...]
     baseline: str | None = None
     mixes: Mapping[str, Traffic] = dataclasses.field(default_factory=lambda: {"default": Traffic()})
-    rates: tuple[Rate, ...] = (Rate(name="80%", of_capacity=0.8),)
+    rates: tuple[Annotated[Rate, PlainValidator(_rate)], ...] = (Rate(name="80%", of_capacity=0.8),)
     requests: int = 400
     seeds: tuple[int, ...] = (1, 2, 3)
     capacity_requests: int | None = None
@@ -197,81 +212,63 @@ class Cell:
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Reads a YAML file. Paths in it are relative to it.
+    """Read a YAML or JSON file. Paths in it are relative to its directory.
 
     Raises:
-        ValueError: no YAML, unknown keys (with the nearest valid one), values that do not fit. The message begins with
-            the file and the key.
+        ValueError: no such file format, repeated or unknown keys (with the nearest valid one), or invalid values. The
+            message begins with the file and the key's path.
         OSError: the file cannot be read.
     """
-    import yaml
-
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
-    return parse_experiment(tree, str(path), base=path.parent)
+    return parse_experiment(read_mapping(path), str(path), base=path.parent)
 
 
-def parse_experiment(tree: Any, where: str = "experiment", *, base: Path = Path()) -> Experiment:
-    """The experiment of a file's content.
+def parse_experiment(tree: Mapping[str, Any], where: str = "experiment", *, base: Path = Path()) -> Experiment:
+    """Return the experiment that a file's content describes.
 
     Args:
-        where: for messages.
-        base: what paths are relative to.
+        tree: plain values, as JSON has them.
+        where: what each line of an error message begins with.
+        base: the directory that paths are relative to.
 
     Raises:
         ValueError: see load_experiment.
     """
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"{where}: expected a mapping with the keys name and arms, got {type(tree).__name__}")
-    tree = dict(tree)
-    special = {
-        key: function(tree.pop(key), f"{where}.{key}", base)
-        for key, function in {"mixes": _mixes, "rates": _rates}.items()
-        if key in tree
-    }
-    experiment = dataclasses.replace(_read_experiment(tree, where), **special)
+    experiment = read(Experiment, {key: value for key, value in tree.items() if key != "mixes"}, where)
+    if "mixes" in tree:
+        mixes = read(dict[str, dict[str, Any] | None], tree["mixes"], f"{where}.mixes")
+        found = {name: _traffic(mix or {}, f"{where}.mixes.{name}", base) for name, mix in mixes.items()}
+        try:
+            experiment = dataclasses.replace(experiment, mixes=found)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     model = base / experiment.model
     if experiment.model != TINY_VL and model.exists():
         experiment = dataclasses.replace(experiment, model=str(model))
     if experiment.step_times is not None:
         experiment = dataclasses.replace(experiment, step_times=base / experiment.step_times)
     for name, traffic in experiment.mixes.items():
-        for rate in experiment.rates:
-            if (rate.name == RECORDED) and traffic.trace is None:
-                raise ValueError(f"{where}.rates: {RECORDED!r} is for traces, and the mix {name} is generated")
+        if traffic.trace is None and any(rate.name == RECORDED for rate in experiment.rates):
+            raise ValueError(f"{where}.rates: {RECORDED!r} is for traces, and the mix {name} is generated")
     return experiment
 
 
-def _read_experiment(tree: Mapping[str, Any], where: str) -> Experiment:
-    return read(Experiment, tree, where)
-
-
-def _mixes(value: Any, where: str, base: Path) -> dict[str, Traffic]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected a mapping of names to mixes, got {value!r}")
-    mixes = {}
-    for name, entry in value.items():
-        entry, here = dict(entry or {}), f"{where}.{name}"
-        fields = [field.name for field in dataclasses.fields(Mix)]
-        check_keys(entry, [*fields, "scaled", "bursts", "trace"], here)
-        trace = entry.pop("trace", None)
-        bursts = entry.pop("bursts", None)
-        if trace is not None and (entry or bursts is not None):
-            raise ValueError(f"{here}: a trace says it all, {', '.join(entry) or 'bursts'} cannot stand beside it")
-        scaled = read(_Scaled, entry.pop("scaled", {}), f"{here}.scaled")
-        mixes[str(name)] = Traffic(
-            mix=read(Mix, entry, here, base=Mix().scaled(text=scaled.text, output=scaled.output, side=scaled.side)),
-            bursts=None if bursts is None else read(Bursts, bursts, f"{here}.bursts"),
-            trace=None if trace is None else base / trace,
-        )
-    return mixes
+def _traffic(tree: Mapping[str, Any], where: str, base: Path) -> Traffic:
+    if tree.get("trace") is not None and len(tree) > 1:
+        others = ", ".join(key for key in tree if key != "trace")
+        raise ValueError(f"{where}: a mix with a trace takes no other keys, got {others}")
+    scaled = read(_Scaled, tree.get("scaled", {}), f"{where}.scaled")
+    defaults = Mix().scaled(text=scaled.text, output=scaled.output, side=scaled.side)
+    found = read(_TrafficFile, _merged(plain(defaults), tree), where)
+    return Traffic(
+        mix=Mix(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Mix)}),
+        bursts=found.bursts,
+        trace=None if found.trace is None else base / found.trace,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scaled:
-    """How many times as long the default mix's texts, outputs and sides of images are."""
+    """Factors on the default mix's lengths of texts and outputs, and on the sides of its images."""
 
     text: float = 1.0
     output: float = 1.0
@@ -279,25 +276,26 @@ class _Scaled:
 
     def __post_init__(self):
         if min(self.text, self.output, self.side) <= 0:
-            raise ValueError(f"must be above 0, got {self}")
+            raise ValueError(f"factors must be above 0, got {self}")
 
 
-def _rates(value: Any, where: str, base: Path) -> tuple[Rate, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{where}: expected a list, got {value!r}")
-    return tuple(_rate(item, f"{where}[{number}]") for number, item in enumerate(value))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TrafficFile(Mix):
+    """The keys that an entry of `mixes` may have."""
+
+    scaled: _Scaled = _Scaled()
+    bursts: Bursts | None = None
+    trace: Path | None = None
 
 
-def _rate(value: Any, where: str) -> Rate:
-    if value == RECORDED:
-        return Rate(name=RECORDED)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
-        return Rate(name=f"{value:g}", per_second=float(value))
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)) and float(match[1]) > 0:
-        return Rate(name=f"{float(match[1]):g}%", of_capacity=float(match[1]) / 100)
-    raise ValueError(
-        f"{where}: expected requests a second (4.5), a share of the capacity ('80%'), or {RECORDED!r}; got {value!r}"
-    )
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, mapping by mapping."""
+    nested = {
+        key: _merged(base[key], value)
+        for key, value in over.items()
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+    }
+    return {**base, **over, **nested}
 
 
 def _check_name(name: str) -> None:

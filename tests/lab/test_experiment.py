@@ -38,13 +38,20 @@ def test_the_examples_are_experiments(request):
         ({"mixes": {"m": {"txt": {}}}}, "mixes.m: unknown key 'txt'; did you mean 'text'?"),
         ({"mixes": {"m": {"text": {"shares": 1}}}}, "mixes.m.text: unknown key 'shares'; did you mean 'share'?"),
         ({"mixes": {"m": {"scaled": {"texts": 1}}}}, "mixes.m.scaled: unknown key 'texts'; did you mean 'text'?"),
-        ({"zzz": 1}, "unknown key 'zzz'; there are about, arms, backend"),
-        ({"requests": "many"}, "requests: expected a whole number, got 'many'"),
-        ({"requests": True}, "requests: expected a whole number, got True"),
+        ({"arms": [{"nam": "A"}]}, r"the key 'name' is missing\n.*unknown key 'nam'; did you mean 'name'?"),
+        ({"arms": [{"name": "A", "segment_policy": [1]}]}, "arms.0..segment_policy: Input should be .* got .1."),
+        ({"arms": {"name": "A"}}, "experiment.arms: Input should be a valid array"),
+        ({"mixes": ["m"]}, "experiment.mixes: Input should be an object, got .'m'."),
+        ({"mixes": {"m": 3}}, "experiment.mixes.m: Input should be an object, got 3"),
+        ({"mixes": {"m": {"scaled": {"text": 0}}}}, "mixes.m.scaled: factors must be above 0"),
+        ({"mixes": {}}, "experiment: mixes must not be empty"),
+        ({"zzz": 1}, "unknown key 'zzz'; expected one of about, arms, backend"),
+        ({"requests": "many"}, "experiment.requests: Input should be a valid integer, got 'many'"),
+        ({"requests": True}, "experiment.requests: Input should be a valid integer, got True"),
         ({"requests": 0}, "requests must be at least 1"),
-        ({"backend": "imagined"}, "backend: expected one of 'real', 'simulated', got 'imagined'"),
+        ({"backend": "imagined"}, "backend: Input should be 'real' or 'simulated', got 'imagined'"),
         ({"arms": []}, "arms need names"),
-        ({"arms": [{"about": "x"}]}, "arms.0.: name must be given"),
+        ({"arms": [{"about": "x"}]}, "arms.0.: the key 'name' is missing"),
         ({"arms": [{"name": "A"}, {"name": "A"}]}, "arms need names, each its own"),
         ({"arms": [{"name": "../A"}]}, "names are letters"),
         ({"arms": [{"name": "A", "segment_policy": "by_mood"}]}, "by_mood.*hybrid"),
@@ -62,7 +69,7 @@ def test_the_examples_are_experiments(request):
         ({"seeds": [1, 1]}, "seeds must differ"),
         ({"backend": "simulated"}, "needs either gpu or step_times"),
         ({"gpu": "a100"}, "for backend: simulated"),
-        ({"mixes": {"m": {"trace": "x.jsonl", "bursts": {}}}}, "a trace says it all"),
+        ({"mixes": {"m": {"trace": "x.jsonl", "bursts": {}}}}, "takes no other keys, got bursts"),
         ({"mixes": {"m": {"text": {"text": {"median": 4, "least": 9}}}}}, "mixes.m.text.text: lengths need"),
     ],
 )
@@ -73,11 +80,14 @@ def test_what_is_wrong_is_named(change, says):
 
 def test_a_file_that_is_no_yaml(tmp_path):
     (tmp_path / "x.yaml").write_text("name: [")
-    with pytest.raises(ValueError, match=r"x\.yaml is no YAML"):
+    with pytest.raises(ValueError, match=r"x\.yaml: not YAML"):
         load_experiment(tmp_path / "x.yaml")
     (tmp_path / "y.yaml").write_text("- a list")
     with pytest.raises(ValueError, match="expected a mapping"):
         load_experiment(tmp_path / "y.yaml")
+    (tmp_path / "z.yaml").write_text("name: x\narms:\n  - {name: A, name: B}\n")
+    with pytest.raises(ValueError, match=r"z\.yaml: line 3: name is given twice"):
+        load_experiment(tmp_path / "z.yaml")
 
 
 def test_a_mix_changes_only_what_it_names():
