@@ -90,14 +90,14 @@ def test_no_ratio_to_nothing():
 
 def test_over_runs_by_hand():
     found = over_runs([10.0, 12.0, 14.0])
-    half = 4.303 * 2 / math.sqrt(3)  # Student's 97.5 % quantile of two degrees of freedom
+    half = 4.302653 * 2 / math.sqrt(3)  # Student's 97.5 % quantile of two degrees of freedom
     assert (found.value, found.low, found.high) == pytest.approx((12, 12 - half, 12 + half))
     assert over_runs([11.0, 9.0], [10.0, 10.0]).value == pytest.approx(1.0)
     assert math.isnan(over_runs([5.0]).low)
 
 
-@pytest.mark.parametrize(("runs", "quantile"), [(12, 2.201), (21, 2.086), (31, 2.042)])
-def test_students_quantile_beyond_the_table(runs, quantile):
+@pytest.mark.parametrize(("runs", "quantile"), [(2, 12.706), (12, 2.201), (21, 2.086), (31, 2.042)])
+def test_students_quantile(runs, quantile):
     values = np.arange(runs, dtype=float)
     found = over_runs(values)
     half = quantile * values.std(ddof=1) / math.sqrt(runs)
