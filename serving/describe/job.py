@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import random
 import signal
 import time
 import urllib.parse
@@ -20,7 +19,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from serving.describe.client import MAX_MESSAGE, Client, Clock, RateLimit, Reply, Sleep
+from serving.describe.client import MAX_MESSAGE_LENGTH, Client, Reply, Sleep, rate_limit
 from serving.describe.report import Summary, progress, show
 from serving.describe.rows import RowFile, open_rows, read_rows
 from serving.describe.sources import Source, Unreadable, UsageError, data_uri, find_sources
@@ -146,23 +145,16 @@ async def describe(
 
 
 @contextlib.asynccontextmanager
-async def connect(
-    options: Options,
-    *,
-    clock: Clock = time.monotonic,
-    sleep: Sleep = asyncio.sleep,
-    uniform: Callable[[float, float], float] = random.uniform,
-) -> AsyncIterator[Client]:
-    """A Client of the server that the options name."""
+async def connect(options: Options, *, sleep: Sleep = asyncio.sleep) -> AsyncIterator[Client]:
+    """Yield a Client of the server that the options name."""
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),  # the workers are the limit
         timeout=aiohttp.ClientTimeout(total=options.timeout),
         headers=headers,
     ) as session:
-        limit = RateLimit(options.rate, clock=clock, sleep=sleep)
-        base = options.server.rstrip("/")
-        yield Client(session, base, retries=options.retries, limit=limit, clock=clock, sleep=sleep, uniform=uniform)
+        base, limit = options.server.rstrip("/"), rate_limit(options.rate)
+        yield Client(session, base, retries=options.retries, limit=limit, sleep=sleep)
 
 
 async def _interruptible(options: Options, sources: Sequence[Source], console: Console) -> Summary:
@@ -268,6 +260,6 @@ def _row(reply: Reply) -> dict[str, Any]:
     except (LookupError, TypeError):
         text = reason = None
     if not isinstance(text, str):
-        said = json.dumps(reply.answer, ensure_ascii=False)[:MAX_MESSAGE]
+        said = json.dumps(reply.answer, ensure_ascii=False)[:MAX_MESSAGE_LENGTH]
         return {"error": {"status": 200, "type": "no_text", "message": f"the answer has no text: {said}"}} | tried
     return {"text": text, "finish_reason": reason, "usage": reply.answer.get("usage")} | tried

@@ -141,7 +141,7 @@ def test_a_file_that_is_not_ours_is_left_alone(server, folder, tmp_path):
     with pytest.raises(UsageError, match=r"no mine\.jsonl\.run\.json beside it"):
         run(options(folder, server, out))
     assert out.read_text() == '{"source": "a", "text": "b"}\n'
-    assert sorted(os.listdir(tmp_path)) == ["mine.jsonl", "images"]
+    assert sorted(os.listdir(tmp_path)) == ["images", "mine.jsonl"]
     for wrong, message in ((folder, "not a regular file"), (tmp_path / "no/out.jsonl", "no folder")):
         with pytest.raises(UsageError, match=message):
             run(options(folder, server, wrong))
