@@ -11,4 +11,4 @@ def test_neither_the_server_nor_aiohttp_is_imported():
         f"import sys, {MODULES}; print([name for name in sys.modules if name.split('.')[0] in ('aiohttp', 'serving')])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
+    assert (result.stdout, result.returncode) == ("set()\n", 0), result.stderr
