@@ -70,7 +70,7 @@ def plan(
 
     from omni_jax.models.config import UnsupportedModel
     from omni_jax.planner.experiment import write_experiment
-    from omni_jax.planner.plan import Asked, make_plan
+    from omni_jax.planner.plan import PlanOptions, make_plan
     from omni_jax.planner.report import as_json as plan_as_json
     from omni_jax.planner.report import show
     from omni_jax.planner.speed import Typical
@@ -93,7 +93,7 @@ def plan(
             mesh, tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size
         )
         data, axis = _axes(given_axes, num)
-        asked = Asked(
+        asked = PlanOptions(
             config=_config(model),
             gpu=gpu,
             num=num,
