@@ -12,17 +12,10 @@ from omni_jax.runtime.executables import Job
 from omni_jax.runtime.sharding import fit, sharding_of
 from omni_jax.scheduling import Buckets, patch_buckets
 
-TARGETS = {
-    "a100-40gb": "a100",
-    "a100": "a100",
-    "h100": "h100",
-    "h200": "h200",
-}  # keys of cost.GPUS -> keys of aot.TARGETS
+TARGETS = {"a100-40gb": "a100", "a100": "a100", "h100": "h100", "h200": "h200"}  # cost.GPUS -> aot.TARGETS
 CAPABILITIES = {"a100": "8.0", "h100": "9.0", "h200": "9.0"}
 LAYERS_PER_SLICE = 8  # layers of the vision tower in a slice: the engine's default on a GPU
-LAYERS = (
-    2  # compiled layers of the text model: all have the same shapes, and a layer reuses the temporaries of the last
-)
+LAYERS = 2  # compiled layers of the text model; further ones reuse their temporaries
 Progress = Callable[[str, int, int], None]
 
 PAGES = 16  # pages of the pool; temporaries do not depend on their number

@@ -15,9 +15,7 @@ HEAD = """\
 # Written by `omni-jax plan`. Run it with: omni-jax ablate {file} -o results/
 # It simulates one of {data} replica(s). Efficiencies are assumptions (docs/scale.md).
 """
-INT8 = (
-    "# The plan has an int8 KV cache: the simulation has its number of blocks, but reads them in the model's dtype.\n"
-)
+INT8 = "# The plan has an int8 KV cache. The simulation has as many blocks, but reads them in the model's dtype.\n"
 
 
 def write_experiment(plan: Plan, config: Mapping[str, Any], name: str, directory: Path) -> Path:

@@ -286,8 +286,8 @@ def _notes(options: PlanOptions, data: int, axis: int) -> Iterator[str]:
         yield f"{idle} of {options.num} GPUs are unused: a mesh of data={data}, model={axis} has {data * axis}"
     if axis > NODE and options.link_bandwidth is None:
         yield (
-            f"a model axis of {axis} is larger than a node of {NODE} GPUs, but all-reduces are predicted at the speed of "
-            "NVLink: set --link-gb-per-second to that of the network"
+            f"a model axis of {axis} is larger than a node of {NODE} GPUs, but all-reduces are predicted at NVLink's "
+            "speed: set --link-gb-per-second to that of the network"
         )
 
 

@@ -195,10 +195,9 @@ def test_a_context_longer_than_the_cache_gives_the_length_that_fits():
     lengths = {remedy.flags for remedy in tight.remedies}
     assert "--gpu-memory-utilization 0.95" in lengths
     (shorter,) = (int(flags.split()[1]) for flags in lengths if flags.startswith("--max-model-len"))
-    assert make_plan(dataclasses.replace(options, gpu_memory_utilization=0.55, max_model_len=shorter)).fits
-    assert not make_plan(
-        dataclasses.replace(options, gpu_memory_utilization=0.55, max_model_len=int(1.2 * shorter))
-    ).fits
+    for length, fits in ((shorter, True), (int(1.2 * shorter), False)):
+        changed = dataclasses.replace(options, gpu_memory_utilization=0.55, max_model_len=length)
+        assert make_plan(changed).fits == fits
 
 
 @pytest.mark.parametrize(
