@@ -37,7 +37,7 @@ class Reply:
         error: `status` (None without a response), `message`, and the other fields of the server's error.
         attempts: number of attempts.
         seconds: duration of the last attempt.
-        retry_after: seconds to wait at least before a retry; None if a retry is pointless.
+        retry_after: minimum seconds before a retry; None if the outcome is final.
     """
 
     answer: Any = None
@@ -50,8 +50,8 @@ class Reply:
 class Client:
     """HTTP client that retries.
 
-    Retried are 429, 5xx, connection errors and timeouts, after Retry-After plus a random time below a bound that
-    doubles (full jitter). Any other status is final. Redirects are not followed: the API key would leave the server.
+    429, 5xx, connection errors and timeouts are retried after Retry-After plus a random time below a bound that doubles
+    (full jitter). Other statuses are final. Redirects are not followed, because they would forward the API key.
 
     Args:
         session: its `timeout.total` bounds an attempt.
@@ -124,13 +124,13 @@ def _reply(retry_state: RetryCallState) -> Reply:
 
 
 def _wait(retry_state: RetryCallState) -> float:
-    """Seconds to wait before the next attempt: Retry-After plus a random backoff (full jitter)."""
+    """Return the seconds before the next attempt: Retry-After plus a random backoff (full jitter)."""
     backoff = wait_random_exponential(multiplier=FIRST_BACKOFF, max=MAX_BACKOFF)
     return (_reply(retry_state).retry_after or 0.0) + backoff(retry_state)
 
 
 def _pause(status: int, retry_after: str | None) -> float | None:
-    """Seconds to wait at least before a retry; None if the response is final."""
+    """Return the minimum seconds before a retry; None if the response is final."""
     if status != 429 and status < 500:
         return None
     pause = _seconds(retry_after or "")
@@ -149,13 +149,13 @@ def _seconds(retry_after: str) -> float:
 
 
 def _answer(status: int, content: bytes) -> dict[str, Any] | None:
-    """The JSON of a success; some servers send errors with status 200."""
+    """Return the JSON of a success. Some servers send errors with status 200."""
     answer = _json(content) if status == 200 else None
     return answer if isinstance(answer, dict) and "error" not in answer else None
 
 
 def _error(status: int, content: bytes) -> dict[str, Any]:
-    """The `error` object of the response, or the beginning of its text."""
+    """Return the `error` object of a response, or the beginning of its text."""
     document = _json(content)
     inner = document.get("error") if isinstance(document, dict) else None
     if isinstance(inner, dict):

@@ -12,7 +12,7 @@ from serving.describe import client as describe_client
 from serving.describe.client import rate_limit
 from serving.describe.job import connect
 from serving.http.lifecycle import bind, url
-from tests.serving.describe.fake import in_turn, options, refused, said
+from tests.serving.describe.fake import described, in_turn, options, refused
 
 
 class Pauses(list):
@@ -38,7 +38,7 @@ async def entries(rate: float, workers: int, each: int) -> list[float]:
 
 async def test_the_rate_holds_from_the_first_second_on():
     seconds = await entries(20, workers=6, each=5)
-    assert sum(second < 0.9 for second in seconds) <= 18  # a bucket of 20 would send 38
+    assert sum(second < 0.9 for second in seconds) <= 18  # a bucket of 20 tokens would allow 38
     assert all(later - earlier >= 0.9 for earlier, later in zip(seconds, seconds[20:], strict=False))
 
 
@@ -73,7 +73,7 @@ def longest_backoff(monkeypatch):
 
 
 async def test_a_503_is_retried_after_its_retry_after_plus_jitter(fake, server, longest_backoff):
-    fake.answer = in_turn(lambda: refused(503, "busy", {"Retry-After": "7"}), lambda: said("yes"))
+    fake.answer = in_turn(lambda: refused(503, "busy", {"Retry-After": "7"}), lambda: described("yes"))
     pauses = Pauses()
     reply = await post(server, pauses)
     assert (reply.answer["choices"][0]["message"]["content"], reply.attempts) == ("yes", 2)
@@ -133,7 +133,7 @@ async def test_redirects_are_not_followed(fake, server):
 
 
 async def test_broken_connections_and_timeouts_are_retried(fake, server):
-    fake.answer = in_turn(lambda: None, lambda: None, lambda: said("yes"))
+    fake.answer = in_turn(lambda: None, lambda: None, lambda: described("yes"))
     reply = await post(server)
     assert (reply.error, reply.attempts) == (None, 3)
 
