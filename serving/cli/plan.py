@@ -61,7 +61,7 @@ def plan(
 
     from omni_jax.models.config import UnsupportedModel
     from omni_jax.planner.experiment import write_experiment
-    from omni_jax.planner.plan import Asked, make_plan
+    from omni_jax.planner.plan import PlanOptions, make_plan
     from omni_jax.planner.report import as_json as plan_as_json
     from omni_jax.planner.report import show
     from omni_jax.planner.speed import Typical
@@ -72,7 +72,7 @@ def plan(
         given["link_bandwidth"] = 1e9 * link_gb_per_second
     try:
         data, axis = _axes(mesh, data_parallel_size, tensor_parallel_size, num)
-        asked = Asked(
+        asked = PlanOptions(
             config=_config(model),
             gpu=gpu,
             num=num,

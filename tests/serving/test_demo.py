@@ -1,4 +1,4 @@
-"""The demonstration, against a server without a model."""
+"""The demo, with a fake server."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from tests.serving.fake_engine import FakeEngine
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_demo(terminal):
+def test_the_demo_shows_answers_and_metrics(terminal):
     with run.bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "tests.serving.fake_server", str(port), "9", "free"]
@@ -31,21 +31,21 @@ def test_demo(terminal):
         assert question[:20] in out
     assert f"Together: {total} tokens in " in out
     assert "0 compilations after warm-up" in out
-    assert re.search(r"KV pool at most \d+\.\d %", out)
+    assert re.search(r"KV cache usage at most \d+\.\d %", out)
     assert out.endswith("The server stopped with exit code 0.\n")
     assert ("\x1b" in out) == terminal
     rows = [line for line in out.splitlines() if " ms " in line]
     assert len(rows) == len(demo.QUESTIONS)
-    assert all("stop" in row for row in rows)  # nothing is wrapped or cut on an ordinary terminal
+    assert all("stop" in row for row in rows)  # lines are neither wrapped nor cut
 
 
-def test_demo_of_a_server_that_does_not_start():
+def test_a_server_that_does_not_start_ends_the_demo():
     command = [sys.executable, "-c", "raise SystemExit(3)"]
-    with pytest.raises(SystemExit, match="exit code 3 before it was ready"):
+    with pytest.raises(SystemExit, match="exited with code 3 before it was ready"):
         demo.demonstrate(command, "http://127.0.0.1:9", "fake", Console(file=io.StringIO()))
 
 
-def test_lines_appear_once_and_whole():
+def test_each_line_is_printed_once_and_complete():
     console = Console(file=io.StringIO())
     answer, printed = demo.Answer(1, "?"), 0
     text = "One sentence. Another\n\n- [bold]a[/bold]\n2. b. And 3.5 more"
