@@ -1,4 +1,4 @@
-"""The demo, with a fake server."""
+"""The demo with a server without a model."""
 
 import io
 import re
@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 
 from serving import demo
-from serving.http import lifecycle as run
+from serving.http import lifecycle
 from tests.serving.fake_engine import FakeEngine
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_the_demo_shows_answers_and_metrics(terminal):
-    with run.bind("127.0.0.1", 0) as sock:
+def test_demo(terminal):
+    with lifecycle.bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "tests.serving.fake_server", str(port), "9", "free"]
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80, height=50)
@@ -31,21 +31,21 @@ def test_the_demo_shows_answers_and_metrics(terminal):
         assert question[:20] in out
     assert f"Together: {total} tokens in " in out
     assert "0 compilations after warm-up" in out
-    assert re.search(r"KV cache usage at most \d+\.\d %", out)
+    assert re.search(r"KV pool at most \d+\.\d %", out)
     assert out.endswith("The server stopped with exit code 0.\n")
     assert ("\x1b" in out) == terminal
     rows = [line for line in out.splitlines() if " ms " in line]
     assert len(rows) == len(demo.QUESTIONS)
-    assert all("stop" in row for row in rows)  # lines are neither wrapped nor cut
+    assert all("stop" in row for row in rows)  # no row is wrapped or cut
 
 
-def test_a_server_that_does_not_start_ends_the_demo():
+def test_a_server_that_does_not_start():
     command = [sys.executable, "-c", "raise SystemExit(3)"]
-    with pytest.raises(SystemExit, match="exited with code 3 before it was ready"):
+    with pytest.raises(SystemExit, match="exit code 3 before it was ready"):
         demo.demonstrate(command, "http://127.0.0.1:9", "fake", Console(file=io.StringIO()))
 
 
-def test_each_line_is_printed_once_and_complete():
+def test_lines_are_printed_once_and_whole():
     console = Console(file=io.StringIO())
     answer, printed = demo.Answer(1, "?"), 0
     text = "One sentence. Another\n\n- [bold]a[/bold]\n2. b. And 3.5 more"

@@ -20,7 +20,7 @@ EVERY = {
     "num_swap_threads": 3,
     "preemption_mode": "swap",
     "kv_compress_ratio": 0.3,
-    "kv_compress_controller": "tests.serving.own_policies:third",
+    "kv_compress_controller": "tests.serving.custom_functions:third",
 }
 SWITCHES = ["--no-enable-prefix-caching", "--enable-adaptive-compression"]
 
@@ -70,11 +70,11 @@ WRONG = [
     (("--preemption-mode", "swap"), "swap_space"),
     *((("--kv-compress-ratio", text), "compress") for text in ("-0.1", "1", "1.5", "nan")),
     (("--recycling-policy", "no.such.module:oldest"), "cannot import"),
-    (("--recycling-policy", "tests.serving.own_policies:raises"), "failed"),
+    (("--recycling-policy", "tests.serving.custom_functions:raises"), "failed"),
     (("--kv-compress-controller", "a.b:c"), "enable_adaptive_compression"),
     (("--enable-adaptive-compression", "--kv-compress-controller", "a.b"), "package.module:function"),
     (("--enable-adaptive-compression", "--kv-compress-controller", "no.such.module:c"), "no.such.module:c"),
-    (("--enable-adaptive-compression", "--kv-compress-controller", "tests.serving.own_policies:too_much"), "1.5"),
+    (("--enable-adaptive-compression", "--kv-compress-controller", "tests.serving.custom_functions:too_much"), "1.5"),
 ]
 
 
@@ -140,5 +140,5 @@ def test_the_start_says_which_of_them_are_on(invoke, served, tmp_path, caplog):
     fields = EVERY | {"enable_prefix_caching": False, "enable_adaptive_compression": True}
     assert memory_summary(expected(tmp_path, **fields)) == (
         "KV cache int8, prefix cache off, swap 1.5 GiB of host memory and 3.25 GiB in /somewhere/else, "
-        "preemption swap, adaptive compression up to 0.3 (tests.serving.own_policies:third)"
+        "preemption swap, adaptive compression up to 0.3 (tests.serving.custom_functions:third)"
     )
