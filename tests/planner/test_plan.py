@@ -121,7 +121,7 @@ def test_unknown_models_and_gpus_list_what_is_known(tmp_path):
     assert "Qwen2-0.5B, Qwen2.5-7B, Qwen2-VL-7B, Qwen2-VL-72B, Llama-3-8B, Llama-3-70B" in refused(
         "GPT-5", "--gpu", "h100"
     )
-    assert "known are a100-40gb, a100, h100, h200" in refused("Qwen2-VL-7B", "--gpu", "tpu")
+    assert "give one of a100-40gb, a100, h100, h200" in refused("Qwen2-VL-7B", "--gpu", "tpu")
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
     assert "MambaForCausalLM" in refused(str(tmp_path), "--gpu", "h100")
     (tmp_path / "config.json").write_text("[]")
