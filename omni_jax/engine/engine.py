@@ -172,8 +172,7 @@ class Engine:
                 self._schedule.check(room)
             except BadController as error:
                 raise InvalidRequest(str(error)) from error
-        worst = max(request.prompt_ids)
-        if worst >= self.info.vocab_size or min(request.prompt_ids) < 0:
+        if max(request.prompt_ids) >= self.info.vocab_size or min(request.prompt_ids) < 0:
             raise InvalidRequest(
                 f"the prompt has token ids outside the vocabulary (0 to {self.info.vocab_size - 1})", param="prompt"
             )

@@ -222,8 +222,8 @@ def _exactly(stream: Any, count: int) -> bytes:
 
 def _exit_after_loss(lost: str, error: BaseException | None) -> None:
     logger.critical(
-        "%s has gone (%s): this process cannot continue without it and exits. See the lost process's log for the "
-        "reason, then start all processes again.",
+        "lost the connection to %s (%s): this process cannot continue without it and exits. See the lost process's log "
+        "for the reason, then start all processes again.",
         lost,
         error or "the connection was closed",
     )

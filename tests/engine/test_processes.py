@@ -70,7 +70,7 @@ def test_when_one_process_dies_the_other_exits_with_a_clear_error(mode, survivor
     code, output = results[survivor]
     assert code != 0
     assert code in (EXIT_CODE, -6, 1), output[-3000:]
-    assert f"{lost} has gone" in output, output[-3000:]
+    assert f"lost the connection to {lost}" in output, output[-3000:]
 
 
 def proposal(**changes):
