@@ -1,4 +1,4 @@
-"""README and quickstarts: every shell command and Python block is run, or checked as the table below says.
+"""README, quickstarts, Python API: every shell command and Python block is run, or checked as the table below says.
 
 A small random model stands in for MODEL_DIR and VL_MODEL_DIR, a free port for 8000, and experiments get fewer requests.
 Nothing is skipped in silence: a command that no rule matches fails the test.
@@ -31,7 +31,13 @@ from tests.docs import cli
 from tests.docs.markdown import ROOT, blocks, commands
 from tests.engines import CACHE, checkpoint, load_tiny, one_process_at_a_time
 
-PAGES = ("README.md", "docs/quickstart-server.md", "docs/quickstart-offline.md", "docs/quickstart-research.md")
+PAGES = (
+    "README.md",
+    "docs/quickstart-server.md",
+    "docs/quickstart-offline.md",
+    "docs/quickstart-research.md",
+    "docs/python.md",
+)
 MODELS = {"MODEL_DIR": "main", "VL_MODEL_DIR": "qwen2_vl"}  # in the pages -> setup of tests.engines
 SERVED = "qwen2_vl"  # the one server answers the examples with and without images
 
@@ -124,13 +130,14 @@ class Page:
                 case "yaml":
                     self._file(block.text, where)
                 case _:
-                    pytest.fail(f"{where}: blocks of README and quickstarts are bash, python or yaml")
+                    pytest.fail(f"{where}: blocks are bash, python or yaml")
         for file, part in WRITTEN.get(self._page, {}).items():
             assert part in (self._directory / file).read_text(), f"{self._page}: {file} has no {part!r}"
 
     def _python(self, text: str, where: str) -> None:
         if re.match(r"# \w+\.py\n", text):
             self._file(text, where)
+            exec(compile(text, where, "exec"), {"__name__": "mypolicies"})
             return
         text = text.replace("localhost:8000", f"localhost:{self._port}")
         exec(compile(text, where, "exec"), self._names)
