@@ -56,9 +56,9 @@ def blocks(page: Path) -> list[Block]:
 
 
 def code(page: Path) -> str:
-    """All fenced and indented code of a page."""
+    """All fenced and indented code of a page, except output (```text)."""
     text = page.read_text(encoding="utf-8")
-    fenced = [block.text for block in blocks(page)]
+    fenced = [block.text for block in blocks(page) if block.language != "text"]
     indented = [re.sub("^ {4}", "", found[0], flags=re.MULTILINE) for found in _INDENTED.finditer(_FENCE.sub("", text))]
     return "\n".join(fenced + indented)
 

@@ -129,8 +129,10 @@ class Page:
                     self._python(block.text, where)
                 case "yaml":
                     self._file(block.text, where)
+                case "text":  # what a command prints
+                    pass
                 case _:
-                    pytest.fail(f"{where}: blocks are bash, python or yaml")
+                    pytest.fail(f"{where}: blocks are text, bash, python or yaml")
         for file, part in WRITTEN.get(self._page, {}).items():
             assert part in (self._directory / file).read_text(), f"{self._page}: {file} has no {part!r}"
 
