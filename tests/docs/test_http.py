@@ -1,18 +1,34 @@
 """docs/http.md names every route and field, and each value it gives is the code's."""
 
+import importlib
+import pkgutil
 import re
+import types
 
 import pytest
 from pydantic import BaseModel
 
+import serving.http
 from omni_jax.requests import InvalidRequest
-from serving.http import errors, protocol, response_models, server
+from serving.http import errors, response_models, server
 from tests.docs.markdown import ROOT
 
 TEXT = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([A-Za-z_][\w.]*)`", TEXT)) | {
     part for name in re.findall(r"`([\w.]+)`", TEXT) for part in name.split(".")
 }
+
+
+def module_with(name: str) -> types.ModuleType:
+    """The module of serving.http that defines a class, whatever the file is called."""
+    for found in pkgutil.iter_modules(serving.http.__path__, "serving.http."):
+        module = importlib.import_module(found.name)
+        if getattr(getattr(module, name, None), "__module__", None) == found.name:
+            return module
+    raise AssertionError(f"no module of serving.http defines {name}")
+
+
+protocol = module_with("CompletionRequest")
 REQUESTS = [
     protocol.CompletionRequest,
     protocol.ChatRequest,
