@@ -26,7 +26,6 @@ from PIL import Image
 
 from omni_jax.engine import engine as engine_module
 from omni_jax.engine.config import EngineConfig
-from tests import tiny_vl
 from tests.docs import cli
 from tests.docs.markdown import ROOT, blocks, commands
 from tests.engines import CACHE, checkpoint, load_tiny, one_process_at_a_time
@@ -77,7 +76,7 @@ def server(tmp_path_factory) -> Iterator[int]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "serving.cli.main", "serve", str(checkpoint(SERVED))]
     command += ["--served-model-name", "my-model", "--port", str(port)]
-    command += ["--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--max-pixels", str(tiny_vl.MAX_PIXELS)]
+    command += ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--max-pixels", "1024"]
     command += ["--compilation-cache-dir", str(CACHE), "--kv-cache-memory-bytes", str(2**24)]
     log = tmp_path_factory.mktemp("server") / "log"
     with one_process_at_a_time(), log.open("wb") as out:
