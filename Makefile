@@ -2,6 +2,7 @@
 # make test      install what the tests need and run them all
 # make lint      ruff and pyright
 # make soak      a million calls of the block pool, and scheduler properties over a million steps (SOAK="--seed 1 ..." for its flags)
+# make docs      build the documentation site into build/site, and fail at broken links
 # make goldens   make the golden outputs again with transformers on torch; `make goldens-check` compares only
 # make bench-cpu compare with the bare JAX loop and other engines on this machine (BENCH="--rounds 1 ..." for flags)
 # make bench-vision  images: preprocessing and vision tower beside transformers, gaps in a stream of text
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROVER := $(shell $(NEWEST) -c "" 2>/dev/null && echo $(NEWEST) || echo $(PYTHON))
 
-.PHONY: demo test soak lint goldens goldens-check bench-cpu bench-vision bench-memory newest gpu-proof gpu-proof-full \
+.PHONY: demo test soak lint docs goldens goldens-check bench-cpu bench-vision bench-memory newest gpu-proof gpu-proof-full \
 	gpu-proof-oldest clean
 
 demo: $(VENV)/.installed
@@ -35,6 +36,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 goldens: .venv-goldens/.installed
 	.venv-goldens/bin/python tests/goldens/make.py
@@ -68,7 +73,7 @@ gpu-proof-oldest: .venv-gpu-proof-oldest/.installed
 		--only '^triton.*/h100/d(64|128)-p16-g7-bfloat16$$'
 
 clean:
-	rm -rf .venv .venv-goldens .venv-newest .venv-gpu-proof .venv-gpu-proof-oldest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-goldens .venv-newest .venv-gpu-proof .venv-gpu-proof-oldest .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -85,6 +90,10 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed-test
 	$(BIN)/python -m pip install -q -e ".[test,dev]"
+	touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e ".[docs]"
 	touch $@
 
 # The oracle's environment: torch is no dependency of anything else here. Older transformers cut the times of a video
