@@ -1,6 +1,8 @@
 """Everything that depends on the JAX version or on APIs that JAX does not promise to keep."""
 
 import contextlib
+import functools
+import os
 import threading
 from pathlib import Path
 
@@ -49,6 +51,35 @@ def use_compilation_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    _write_whole_entries()
+
+
+@functools.cache
+def _write_whole_entries() -> None:
+    """Make JAX write an entry of the compilation cache to a temporary file and rename it.
+
+    JAX writes entries in place and never overwrites one. Another process could read half an entry, and a process that
+    is killed while it writes would leave half an entry for good.
+    """
+    from jax._src import lru_cache  # JAX has no public way to change how it writes
+
+    put_in_place = lru_cache.LRUCache.put
+
+    def put(self, key: str, value: bytes) -> None:
+        if self.eviction_enabled:  # then JAX locks the directory
+            return put_in_place(self, key, value)
+        entry = Path(self.path) / f"{key}-cache"
+        if entry.exists():
+            return None
+        partial = entry.with_name(f".{os.getpid()}-{threading.get_ident()}.partial")
+        try:
+            partial.write_bytes(value)
+            os.replace(partial, entry)
+        finally:
+            partial.unlink(missing_ok=True)
+        return None
+
+    lru_cache.LRUCache.put = put
 
 
 def no_tracing() -> contextlib.AbstractContextManager:

@@ -8,7 +8,6 @@ Use one engine of the same `loaded` at a time.
 import atexit
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import shutil
 import tempfile
@@ -17,10 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
-import jaxlib
-
-from checkpoints.demo_model import default_cache_dir
 from omni_jax.engine import engine as engine_module
 from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
@@ -31,8 +26,8 @@ from omni_jax.requests import Delta, Request, SamplingParams, TokenLogprob
 from omni_jax.runtime import runner
 from omni_jax.scheduling import Buckets
 from tests import tiny, tiny_vl
+from tests.compilation_cache import CACHE, one_process_at_a_time
 
-CACHE = default_cache_dir() / "tests" / f"jaxlib-{jaxlib.__version__}"  # outside the clone, for other clones to use
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # keys and values, layers, tokens, KV heads, head_dim, float32
 
@@ -93,24 +88,12 @@ def compile_tiny(setup: Setup, **options) -> Loaded:
     """Load a setup, with its few buckets instead of the default ones."""
     buckets = Buckets(decode=setup.decode, mixed=setup.mixed)
     with (
-        one_process_at_a_time(),
+        one_process_at_a_time((setup, options)),
         mock.patch.object(loading, "default_buckets", return_value=buckets),
         mock.patch.object(loading, "patch_buckets", return_value=setup.patches),
         mock.patch.object(runner, "VARIANTS", setup.heads),
     ):
         return loading.load(setup.config(checkpoint(setup.variant), **options))
-
-
-@contextlib.contextmanager
-def one_process_at_a_time() -> Iterator[None]:
-    """Lock the compilation cache, so that workers do not compile the same programs or read half-written files."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # nothing is written without the lock
 
 
 @contextlib.contextmanager

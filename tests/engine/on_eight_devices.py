@@ -19,8 +19,9 @@ from omni_jax.requests import EngineError, InvalidRequest
 from omni_jax.runtime import runner as runner_module
 from omni_jax.scheduling import Buckets
 from tests import tiny
+from tests.compilation_cache import one_process_at_a_time
 from tests.engine.test_async_engine import collect, idle
-from tests.engines import Setup, checkpoint, compile_tiny, greedy, make_engine, one_process_at_a_time, request, run
+from tests.engines import Setup, checkpoint, compile_tiny, greedy, make_engine, request, run
 
 SETUP = Setup(variant="eight_heads", decode=(8,), mixed=(64,), heads=("greedy", "sample"))
 MESH = {"data_parallel_size": 2, "tensor_parallel_size": 2}

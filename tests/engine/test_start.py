@@ -17,16 +17,15 @@ from omni_jax.requests import InvalidRequest
 from omni_jax.runtime import Runner
 from omni_jax.runtime.state import round_pages
 from tests import tiny
+from tests.compilation_cache import CACHE, one_process_at_a_time
 from tests.engines import (
     BLOCK_BYTES,
-    CACHE,
     SETUPS,
     checkpoint,
     compile_tiny,
     greedy,
     load_tiny,
     make_engine,
-    one_process_at_a_time,
     request,
     run,
 )

@@ -1,4 +1,4 @@
-"""Sharding rules, and the tests of on_eight_devices.py."""
+"""The rules, and everything of the *_on_eight_devices.py here, which need processes with eight devices."""
 
 import dataclasses
 from pathlib import Path
@@ -12,9 +12,22 @@ from omni_jax.runtime.sharding import RULES, fit, make_mesh, replica_meshes, sha
 from tests import tiny, tiny_vl
 from tests.virtual_devices import passes_on_eight_devices
 
+FILES = {file.stem.partition("_")[0]: file for file in Path(__file__).parent.glob("*_on_eight_devices.py")}
 
-def test_on_eight_virtual_devices():
-    passes_on_eight_devices(Path(__file__).with_name("on_eight_devices.py"))
+
+@pytest.mark.parametrize("name", ["text", "caches", "vision"])
+def test_on_eight_virtual_devices(name):
+    passes_on_eight_devices(FILES[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["text", "vision"])
+def test_more_on_eight_virtual_devices(name):
+    passes_on_eight_devices(FILES[name], marked="full")
+
+
+def test_every_file_for_eight_devices_is_run():
+    assert FILES.keys() == {"text", "caches", "vision"}
 
 
 def test_every_parameter_of_every_model_has_a_rule():
@@ -35,7 +48,7 @@ def test_the_rules_cannot_be_changed():
 
 
 @pytest.mark.parametrize(("devices", "kv_heads", "repeats"), [(1, 2, 1), (2, 2, 1), (4, 4, 2), (8, 8, 4)])
-def test_md_01_kv_heads_are_repeated_if_there_are_more_devices(devices, kv_heads, repeats):
+def test_md_01_kv_heads_are_repeated_where_there_are_more_devices(devices, kv_heads, repeats):
     model = dataclasses.replace(model_config(tiny.config("llama")), num_attention_heads=8)
     fitted = fit(model, devices)
     assert (fitted.num_key_value_heads, fitted.kv_repeats) == (kv_heads, repeats)
@@ -43,34 +56,34 @@ def test_md_01_kv_heads_are_repeated_if_there_are_more_devices(devices, kv_heads
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices", "message"),
+    ("changes", "devices", "named"),
     [
-        ({}, 3, "2 KV heads, 8 attention heads, 128 intermediate columns, 512 tokens of the vocabulary do not divide"),
-        ({}, 16, "16 devices: 8 attention heads do not divide"),
+        ({}, 3, "2 KV heads, 8 attention heads, 128 inner columns, 512 tokens of the vocabulary cannot be shared out"),
+        ({}, 16, "16 devices: 8 attention heads cannot be shared out"),
         ({"vocab_size": 511}, 2, "511 tokens of the vocabulary"),
-        ({"intermediate_size": 100}, 8, "100 intermediate columns do not divide. Possible .* 1, 2, 4$"),
+        ({"intermediate_size": 100}, 8, "100 inner columns cannot be shared out. Possible .* 1, 2, 4$"),
         ({"num_key_value_heads": 3, "num_attention_heads": 12}, 2, "3 KV heads"),
     ],
 )
-def test_md_01_error_for_sizes_that_do_not_divide_names_them(changes, devices, message):
+def test_md_01_what_does_not_divide_is_refused_with_the_sizes(changes, devices, named):
     model = dataclasses.replace(model_config(tiny.config("llama")), num_attention_heads=8)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         fit(dataclasses.replace(model, **changes), devices)
 
 
-def test_parameters_of_a_tower_that_do_not_divide_are_whole():
+def test_parts_of_a_tower_that_do_not_divide_are_whole():
     assert spec_of("blocks.3.attention.qkv.weight", (3, 16, 80, 1280), 8) == RULES["blocks.attention.qkv.weight"]
     assert spec_of("blocks.3.attention.qkv.weight", (3, 3, 16, 48), 2) == RULES["hidden"]
     with pytest.raises(ValueError, match=r"layers.3.mlp.down \[64, 100\]: an axis of 100 cannot .* 8 devices"):
         spec_of("layers.3.mlp.down", (64, 100), 8)
 
 
-def test_meshes_of_replicas():
+def test_meshes_and_their_rows():
     devices = [f"device {n}" for n in range(8)]
     mesh = make_mesh(devices, data=2, model=3)
     assert dict(mesh.shape) == {"data": 2, "model": 3}
-    assert [replica.devices.tolist() for replica in replica_meshes(mesh)] == [[devices[:3]], [devices[3:6]]]
-    with pytest.raises(ValueError, match=r"data=3 x model=3 needs 9 devices, but there are 8"):
+    assert [row.devices.tolist() for row in replica_meshes(mesh)] == [[devices[:3]], [devices[3:6]]]
+    with pytest.raises(ValueError, match=r"data=3 x model=3 needs 9 devices, and there are 8"):
         make_mesh(devices, data=3, model=3)
     with pytest.raises(ValueError, match="at least one"):
         make_mesh(devices, data=0)

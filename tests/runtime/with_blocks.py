@@ -9,7 +9,8 @@ from omni_jax.runtime import Runner
 from omni_jax.runtime.executables import compile_all
 from omni_jax.scheduling import Row, StepPlan
 from tests import tiny
-from tests.engines import CACHE, greedy, load_tiny, one_process_at_a_time, request
+from tests.compilation_cache import CACHE, one_process_at_a_time
+from tests.engines import greedy, load_tiny, request
 
 
 @functools.cache
@@ -19,7 +20,7 @@ def block_runner(name: str, **changes) -> Runner:
     config = dataclasses.replace(shared.config, swap=True, compression=True, **changes)
     runner = Runner(shared._model, shared._weights, config, shared.mesh)
     new = [job for job in runner.jobs() if job.key not in shared._executables or (changes and job.key[0] == "mixed")]
-    with one_process_at_a_time():
+    with one_process_at_a_time((name, changes)):
         compat.use_compilation_cache(CACHE)
         runner._executables = shared._executables | compile_all(new)
     return runner
