@@ -58,6 +58,6 @@ class Worker:
 _BEGIN = time.monotonic()
 
 
-def say(text: str, indent: int = 0) -> None:
+def log(text: str, indent: int = 0) -> None:
     """Print a line of progress to standard error."""
     print(f"[{time.monotonic() - _BEGIN:5.0f} s] {'  ' * indent}{text}", file=sys.stderr, flush=True)

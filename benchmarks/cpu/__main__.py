@@ -12,7 +12,7 @@ from benchmarks import models, report
 from benchmarks.cpu import cases
 from benchmarks.cpu.cases import CASES, Case
 from benchmarks.cpu.peers_case import PEERS
-from benchmarks.processes import Worker, say
+from benchmarks.processes import Worker, log
 from benchmarks.rounds import Series, first_difference, long_row_ratio
 
 LAYOUTS = ("in, out", "out, in")
@@ -41,7 +41,7 @@ def main() -> None:
     args = _parse()
     chosen = [case for case in CASES if case.name in args.cases]
     machine = report.machine()
-    say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
+    log(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
     results = []
     for model in models.MODELS if args.model == "all" else [args.model]:
         directory = models.locate(model, args.directory)
@@ -65,14 +65,14 @@ def _measure(args, model: str, directory: Path, dtype: str, chosen: list[Case]) 
                 running = [w for w in workers if case.all_contenders or w.name.startswith(("omni-jax", "bare"))]
                 measure = _prefill if case.kind == "prefill" else _decode
                 measured.rows.append(measure(args, case, cases.prompts(case.lengths, vocab_size), running))
-                say(report.line(measured.rows[-1]), indent=1)
+                log(report.line(measured.rows[-1]), indent=1)
             for worker in workers:
                 worker.stop()
         for case in (case for case in chosen if case.kind == "long"):
-            say(f"{model} {dtype}: starting the engine with a long context")
+            log(f"{model} {dtype}: starting the engine with a long context")
             worker = Worker(_engine(directory, dtype, 8192), Path(logs) / "long.log")
             measured.rows.append(_long_row(args, case, vocab_size, worker))
-            say(report.line(measured.rows[-1]), indent=1)
+            log(report.line(measured.rows[-1]), indent=1)
             worker.stop()
     return measured
 
@@ -95,10 +95,10 @@ def _start(args, directory: Path, dtype: str, logs: Path, measured: Measured) ->
         commands[name] = [*peer, "--dtype", dtype, "--peer", name]
     workers = []
     for i, (name, command) in enumerate(commands.items()):
-        say(f"{measured.model} {dtype}: starting {name}")
+        log(f"{measured.model} {dtype}: starting {name}")
         worker = Worker(command, logs / f"{i}.log")
         if "missing" in worker.about:
-            say(worker.about["missing"], indent=1)
+            log(worker.about["missing"], indent=1)
             measured.missing.append(f"{name}: {worker.about['missing']}")
         else:
             workers.append(worker)
@@ -111,11 +111,11 @@ def _decode(args, case: Case, prompts: list[list[int]], workers: list[Worker]) -
     room = args.rounds * args.steps + WARMUP
     prefills, answers = {}, {worker.name: [] for worker in workers}
     for worker in workers:
-        say(f"{case.title}: {worker.name} prefills")
+        log(f"{case.title}: {worker.name} prefills")
         prefills[worker.name] = worker.ask("open", prompts=prompts, room=room)["seconds"]
         worker.ask("decode", steps=WARMUP)
     for i in range(args.rounds):
-        say(f"{case.title}: decode, round {i + 1} of {args.rounds}")
+        log(f"{case.title}: decode, round {i + 1} of {args.rounds}")
         for worker in workers:
             answers[worker.name].append(worker.ask("decode", steps=args.steps))
     series = [_series(name, args.steps * len(prompts), found) for name, found in answers.items()]
@@ -145,7 +145,7 @@ def _prefill(args, case: Case, prompts: list[list[int]], workers: list[Worker]) 
     """Run rounds of one prefill each, after one to warm up."""
     answers = {worker.name: [] for worker in workers}
     for i in range(-1, args.rounds):
-        say(f"{case.title}: " + (f"round {i + 1} of {args.rounds}" if i >= 0 else "warm-up"))
+        log(f"{case.title}: " + (f"round {i + 1} of {args.rounds}" if i >= 0 else "warm-up"))
         for worker in workers:
             found = worker.ask("open", prompts=prompts, room=WARMUP)
             closed = worker.ask("close")
@@ -160,7 +160,7 @@ def _long_row(args, case: Case, vocab_size: int, worker: Worker) -> dict:
     batches = {"mixed": case.lengths, "short": (min(case.lengths),) * len(case.lengths), "alone": (max(case.lengths),)}
     seconds, prefills, peak = {}, {}, 0
     for name, lengths in batches.items():
-        say(f"{case.title}: {name}, {len(lengths)} rows")
+        log(f"{case.title}: {name}, {len(lengths)} rows")
         prompts = cases.prompts(lengths, vocab_size)
         prefills[name] = worker.ask("open", prompts=prompts, room=args.rounds * args.steps + WARMUP)["seconds"]
         worker.ask("decode", steps=WARMUP)

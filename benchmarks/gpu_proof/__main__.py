@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.gpu_proof import kernels as gpu_proof_kernels
 from benchmarks.gpu_proof import programs as gpu_proof_programs
 from benchmarks.gpu_proof.finding import Finding, Proof
-from benchmarks.processes import ROOT, say
+from benchmarks.processes import ROOT, log
 from kernels_pallas import aot
 
 UNAVAILABLE = 2  # exit code
@@ -117,7 +117,7 @@ def _prove_some(names: list[str]) -> list[Finding]:
             faults = (reason_of_end(done),)
             findings.append(Finding(proof=left[0], what=f"{kind} {case}", target=target, faults=faults))
             left = left[1:]
-        say(f"{names[0].rpartition('/')[0]}: {len(names) - len(left)} of {len(names)}")
+        log(f"{names[0].rpartition('/')[0]}: {len(names) - len(left)} of {len(names)}")
     return findings
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import models, report
 from benchmarks.memory import report as memory_report
-from benchmarks.processes import Worker, say
+from benchmarks.processes import Worker, log
 from checkpoints.reader import Checkpoint
 from omni_jax.lab.model import tiny_vl
 
@@ -34,7 +34,7 @@ everything, with SmolLM2:
 def main() -> None:
     args = _parse()
     machine = report.machine()
-    say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
+    log(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
     document = {"machine": machine, "model": args.directory.name if args.directory else args.model, "parts": {}}
     measure: dict[str, Callable[[argparse.Namespace, Path], dict]] = {
         "prefix": prefix,
@@ -72,7 +72,7 @@ def prefix(args: argparse.Namespace, folder: Path) -> dict:
         ask = {"users": USERS, "system": SYSTEM, "question": QUESTION, "answer": ANSWER, "together": together}
         answers = _rounds(args, f"prefix, {title}", workers, "shared_prefix", ask)
         found["cases"].append({"title": title, "answers": answers})
-        say(memory_report.prefix_line(found["cases"][-1]), indent=1)
+        log(memory_report.prefix_line(found["cases"][-1]), indent=1)
     _stop(workers)
     return found
 
@@ -108,7 +108,7 @@ def slots(args: argparse.Namespace, folder: Path) -> dict:
         options["max_pixels"] = 401408
     found: dict = {"block_size": SLOT_BLOCK, "requests": REQUESTS, "contenders": []}
     [worker] = _start({"omni-jax": options}, folder, found)
-    say("slots")
+    log("slots")
     found["answer"] = worker.ask("slots", requests=REQUESTS, seed=1)
     _stop([worker])
     return found
@@ -134,7 +134,7 @@ def _options(args: argparse.Namespace, **options) -> dict:
 def _start(contenders: dict[str, dict], folder: Path, found: dict) -> list[Worker]:
     workers = []
     for i, (name, options) in enumerate(contenders.items()):
-        say(f"starting {name}")
+        log(f"starting {name}")
         command = [sys.executable, "-m", "benchmarks.memory.case", name, json.dumps(options)]
         worker = Worker(command, folder / f"{i}.log")
         if "missing" in worker.about:
@@ -155,7 +155,7 @@ def _rounds(args: argparse.Namespace, title: str, workers: list[Worker], do: str
     for number in range(args.rounds):
         for worker in workers:
             answers[worker.name].append(worker.ask(do, **ask, seed=number))
-            say(f"{title}, round {number + 1}: {worker.name} {answers[worker.name][-1]['seconds']:.1f} s", indent=1)
+            log(f"{title}, round {number + 1}: {worker.name} {answers[worker.name][-1]['seconds']:.1f} s", indent=1)
     return answers
 
 

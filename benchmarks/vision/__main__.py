@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.processes import Worker, say
+from benchmarks.processes import Worker, log
 from benchmarks.rounds import Series, largest_gap_allowed, largest_slice
 from benchmarks.vision import model as vision_model
 from benchmarks.vision import report as vision_report
@@ -38,7 +38,7 @@ everything, with a Python interpreter that has torch, transformers and torchvisi
 def main() -> None:
     args = _parse()
     machine = report.machine()
-    say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
+    log(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
     directory = vision_model.locate(args.directory).resolve()
     document = {"machine": machine, "parts": {}}
     measure: dict[str, Callable] = {"preprocess": _preprocess, "tower": _tower, "gaps": _gaps}
@@ -93,7 +93,7 @@ def _tower(args, directory: Path, folder: Path) -> dict:
     files = write_patches(folder, list(GRIDS))
     opened = {}
     for worker in workers:
-        say(f"tower: {worker.name} compiles and encodes once")
+        log(f"tower: {worker.name} compiles and encodes once")
         opened[worker.name] = worker.ask("open", files=files, grids=GRIDS)
     mine = opened.pop(workers[0].name)
     part["differences"] = {name: _difference(mine["found"], theirs["found"]) for name, theirs in opened.items()}
@@ -112,11 +112,11 @@ def _gaps(args, directory: Path, folder: Path) -> dict:
     command = [sys.executable, "-m", "benchmarks.vision.gaps_case", str(directory), "--max-model-len", "4096"]
     [worker], part = _start({"omni-jax": command}, folder)
     worker.ask("open", files=write_jpegs(folder, [LARGE] * (ALONE + IN_STREAM)))
-    say(f"gaps: {ALONE} images on the idle engine")
+    log(f"gaps: {ALONE} images on the idle engine")
     alone = worker.ask("alone", which=list(range(ALONE)))
     answers = {}
     for name, images in (("plain", []), ("images", list(range(ALONE, ALONE + IN_STREAM)))):
-        say(f"gaps: {args.tokens} tokens" + (f" with {len(images)} images" if images else ""))
+        log(f"gaps: {args.tokens} tokens" + (f" with {len(images)} images" if images else ""))
         answers[name] = worker.ask("stream", tokens=args.tokens, images=images, after=AFTER)
     _stop([worker])
     step = statistics.median(answers["plain"]["step_seconds"])
@@ -125,7 +125,7 @@ def _gaps(args, directory: Path, folder: Path) -> dict:
     part["slice_seconds"] = largest_slice(alone["slice_seconds"])
     part["allowed"] = largest_gap_allowed(step=step, longest_slice=part["slice_seconds"])
     part["allowed_beside"] = largest_gap_allowed(step=step, longest_slice=max(answers["images"]["slice_seconds"]))
-    say(vision_report.gaps_line(part), indent=1)
+    log(vision_report.gaps_line(part), indent=1)
     return part
 
 
@@ -133,10 +133,10 @@ def _start(commands: dict[str, list[str]], folder: Path) -> tuple[list[Worker], 
     """Return the contenders that started, and an empty document for their results."""
     workers, part = [], {"contenders": [], "missing": [], "rows": []}
     for i, (name, command) in enumerate(commands.items()):
-        say(f"starting {name}")
+        log(f"starting {name}")
         worker = Worker(command, folder / f"{i}.log")
         if "missing" in worker.about:
-            say(worker.about["missing"], indent=1)
+            log(worker.about["missing"], indent=1)
             part["missing"].append(f"{name}: {worker.about['missing']}")
         else:
             workers.append(worker)
@@ -168,7 +168,7 @@ def _rounds(args, title: str, amount: int, workers: list[Worker], do: str, argum
     ]
     peaks = {name: max(a["peak_mib"] for a in found) for name, found in answers.items()}
     row = {"title": title, "series": [dataclasses.asdict(s) for s in series], "peak_mib": peaks}
-    say(vision_report.line(row), indent=1)
+    log(vision_report.line(row), indent=1)
     return row
 
 

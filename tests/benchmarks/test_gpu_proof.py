@@ -1,5 +1,7 @@
-"""benchmarks.gpu_proof: lists, verdicts, processes, and the output if nothing can be compiled. `make gpu-proof` runs the
-proofs; the last test here needs the CUDA plugin."""
+"""benchmarks.gpu_proof: lists, verdicts, processes, and the output if nothing can be compiled.
+
+`make gpu-proof` runs the proofs; the last test here needs the CUDA plugin.
+"""
 
 import dataclasses
 import json
