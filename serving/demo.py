@@ -41,7 +41,7 @@ class Answer:
 
     number: int
     question: str
-    asked: float = 0.0
+    sent_at: float = 0.0
     text: str = ""
     first_token: float | None = None
     ended: float = 0.0
@@ -171,7 +171,7 @@ async def _ask_all(base: str, model: str, console: Console) -> list[Answer]:
 async def _ask(client: openai.AsyncOpenAI, model: str, answer: Answer, lines_to: Console | None) -> None:
     """Fill in `answer`; if `lines_to` is set, print its lines there once they are complete."""
     printed = 0
-    answer.asked = time.monotonic()
+    answer.sent_at = time.monotonic()
     stream = await client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": answer.question}],
@@ -224,7 +224,7 @@ def _table(answers: Sequence[Answer], width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("end", no_wrap=True)
     for answer in answers:
-        waited = "-" if answer.first_token is None else f"{1000 * (answer.first_token - answer.asked):.0f} ms"
+        waited = "-" if answer.first_token is None else f"{1000 * (answer.first_token - answer.sent_at):.0f} ms"
         speed = "-" if answer.tokens_per_second is None else f"{answer.tokens_per_second:.1f}"
         table.add_row(
             *(str(answer.number), answer.question, waited, str(answer.tokens)),

@@ -121,22 +121,22 @@ def test_two_steps_in_flight_do_not_count_twice():
 
 
 def test_a_simulated_experiment_is_deterministic(tmp_path):
-    asked = experiment(**GPU, requests=12, seeds=[1], rates=["90%"])
-    report = run_experiment(asked, tmp_path / "one", quiet=True)
+    spec = experiment(**GPU, requests=12, seeds=[1], rates=["90%"])
+    report = run_experiment(spec, tmp_path / "one", quiet=True)
     text = report.read_text()
     assert "A simulation" in text
     assert "nothing ran on such a GPU" in text
-    again = run_experiment(asked, tmp_path / "two", quiet=True)
+    again = run_experiment(spec, tmp_path / "two", quiet=True)
     for name in ("requests.csv", "segments.csv", "steps.csv", "summary.csv"):
         assert (report.parent / name).read_bytes() == (again.parent / name).read_bytes()
     assert (report.parent / "timeline-usual.png").exists()
 
 
 def test_a_simulated_run_has_all_tokens():
-    asked = experiment(**GPU)
-    backend = SimulatedBackend(asked)
-    arrivals = workload(asked, "usual", 1, rate=20.0)
-    for arm in asked.arms:
+    spec = experiment(**GPU)
+    backend = SimulatedBackend(spec)
+    arrivals = workload(spec, "usual", 1, rate=20.0)
+    for arm in spec.arms:
         run = backend.replay(arm, arrivals)
         assert [row.id for row in run.requests] == [arrival.id for arrival in arrivals]
         assert all(row.finish_reason == "length" for row in run.requests)
@@ -151,19 +151,19 @@ def test_a_simulated_run_has_all_tokens():
 
 
 def test_no_request_is_faster_in_company_than_alone():
-    asked = experiment(**GPU)
-    backend = SimulatedBackend(asked)
-    arrivals = workload(asked, "usual", 1, rate=200.0)
-    together = {row.id: row.ended_at - row.arrival for row in backend.replay(asked.arms[0], arrivals).requests}
+    spec = experiment(**GPU)
+    backend = SimulatedBackend(spec)
+    arrivals = workload(spec, "usual", 1, rate=200.0)
+    together = {row.id: row.ended_at - row.arrival for row in backend.replay(spec.arms[0], arrivals).requests}
     for arrival in arrivals[:5]:
-        (alone,) = backend.replay(asked.arms[0], [dataclasses.replace(arrival, at=0.0)]).requests
+        (alone,) = backend.replay(spec.arms[0], [dataclasses.replace(arrival, at=0.0)]).requests
         assert together[arrival.id] >= alone.ended_at - 1e-9
 
 
 def test_measured_step_times_drive_a_simulation(tmp_path):
     table = TableCost({"mixed": [16, 64, 256], "decode": [1, 2, 4, 8, 16], "encode": [256, 512, 1024]})
     (tmp_path / "times.json").write_text(table.to_json())
-    asked = parse_experiment(
+    spec = parse_experiment(
         EXPERIMENT
         | {
             "backend": "simulated",
@@ -172,17 +172,17 @@ def test_measured_step_times_drive_a_simulation(tmp_path):
         },
         base=tmp_path,
     )
-    backend = SimulatedBackend(asked)
-    run = backend.replay(asked.arms[0], workload(asked, "usual", 1, rate=5.0))
+    backend = SimulatedBackend(spec)
+    run = backend.replay(spec.arms[0], workload(spec, "usual", 1, rate=5.0))
     assert len(run.requests) == 24
-    assert backend.max_running(asked.arms[0]) == 4
+    assert backend.max_running(spec.arms[0]) == 4
 
 
 def test_requests_that_can_never_run_are_named():
-    asked = experiment(**GPU | {"engine": {"max_model_len": 64}})
-    backend = SimulatedBackend(asked)
+    spec = experiment(**GPU | {"engine": {"max_model_len": 64}})
+    backend = SimulatedBackend(spec)
     with pytest.raises(ValueError, match=r"can never run.*64"):
-        backend.replay(asked.arms[0], workload(asked, "usual", 1, rate=5.0))
+        backend.replay(spec.arms[0], workload(spec, "usual", 1, rate=5.0))
 
 
 def test_a_missing_model_is_named():

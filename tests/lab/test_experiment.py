@@ -97,11 +97,11 @@ def test_a_mix_keeps_the_defaults_it_does_not_replace():
 
 
 def test_arms_get_the_same_arrivals_with_their_own_objectives():
-    asked = experiment(arms=[{"name": "A"}, {"name": "C", "slo": {"text": {"ttft_ms": 7}}}])
-    arrivals = workload(asked, "usual", 1, rate=2.0)
-    assert arrivals == workload(asked, "usual", 1, rate=2.0)
-    assert arrivals != workload(asked, "usual", 2, rate=2.0)
-    a, c = (with_slo_of(arm, arrivals) for arm in asked.arms)
+    spec = experiment(arms=[{"name": "A"}, {"name": "C", "slo": {"text": {"ttft_ms": 7}}}])
+    arrivals = workload(spec, "usual", 1, rate=2.0)
+    assert arrivals == workload(spec, "usual", 1, rate=2.0)
+    assert arrivals != workload(spec, "usual", 2, rate=2.0)
+    a, c = (with_slo_of(arm, arrivals) for arm in spec.arms)
     assert [(x.at, x.seed, x.text_tokens) for x in a] == [(x.at, x.seed, x.text_tokens) for x in c]
     assert {x.slo.ttft_ms for x in a if x.kind == "text"} == {200}
     assert {x.slo.ttft_ms for x in c if x.kind == "text"} == {7}
@@ -112,18 +112,16 @@ def test_a_trace_keeps_its_times_or_is_scaled_to_a_rate(tmp_path):
     (tmp_path / "t.jsonl").write_text(
         "".join(f'{{"at": {at}, "text_tokens": 9, "output_tokens": 3}}\n' for at in (0.5, 1, 4))
     )
-    asked = parse_experiment(
+    spec = parse_experiment(
         EXPERIMENT | {"mixes": {"m": {"trace": "t.jsonl"}}, "rates": ["recorded", 6]}, base=tmp_path
     )
-    assert [x.at for x in workload(asked, "m", 1, rate=None)] == [0.5, 1, 4]
-    assert [x.at for x in workload(asked, "m", 1, rate=6.0)] == pytest.approx(
-        [0.0625, 0.125, 0.5]
-    )  # 3 in half a second
+    assert [x.at for x in workload(spec, "m", 1, rate=None)] == [0.5, 1, 4]
+    assert [x.at for x in workload(spec, "m", 1, rate=6.0)] == pytest.approx([0.0625, 0.125, 0.5])  # 3 in half a second
 
 
 def test_cells_have_distinct_names_and_digests_of_their_settings():
-    asked = experiment()
-    found = list(cells(asked))
+    spec = experiment()
+    found = list(cells(spec))
     assert len(found) == len({cell.name for cell in found}) == 2 * 2 * 2
     assert found[0].name == "A--usual--80pct--1"
     assert found[2].arm.name == "C"  # the second seed begins with another arm

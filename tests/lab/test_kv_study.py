@@ -429,7 +429,7 @@ def command(monkeypatch, tmp_path):
     return collections.namedtuple("Command", "run made out text")(run, configs, tmp_path / "out", text)
 
 
-def said(result):
+def stderr_of(result):
     """Return standard error on one line, without the frame."""
     return " ".join(result.stderr.replace("│", " ").split())
 
@@ -452,18 +452,18 @@ def test_a_study_is_replaced_only_with_overwrite(command):
     assert command.run("--plan", "off").exit_code == 0
     again = command.run("--plan", "off")
     assert again.exit_code == 2
-    assert "has a study" in said(again)
+    assert "has a study" in stderr_of(again)
     assert command.run("--plan", "off", "--overwrite").exit_code == 0
 
 
 def test_usage_errors_of_the_command(command):
     unknown = command.run("--plan", "int4")
     assert unknown.exit_code == 2
-    assert "unknown plan 'int4'" in said(unknown)
+    assert "unknown plan 'int4'" in stderr_of(unknown)
     assert command.run("--windows", "1").exit_code == 2
     short = command.run("--windows", "50", "--prompt-tokens", "512")
     assert short.exit_code == 1
-    assert "give more text" in said(short)
+    assert "give more text" in stderr_of(short)
     assert not command.made
     assert not command.out.exists()
 

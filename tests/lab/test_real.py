@@ -27,8 +27,8 @@ def backend():
 
 
 def test_a_run_has_all_requests_segments_and_tokens(backend):
-    asked, (arm,) = backend._experiment, backend._experiment.arms
-    arrivals = workload(asked, "usual", 1, rate=100.0)
+    spec, (arm,) = backend._experiment, backend._experiment.arms
+    arrivals = workload(spec, "usual", 1, rate=100.0)
     ended = []
     run = backend.replay(arm, arrivals, tag="one", done=lambda: ended.append(1))
     assert len(ended) == 12
