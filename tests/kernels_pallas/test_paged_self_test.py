@@ -98,9 +98,8 @@ def test_kv_07_wrong_products_of_ones_are_found():
     def attention(query, *rest, **options):
         return correct(query, *rest, **options) * jnp.where((query == 1).all(), 0.875, 1).astype(query.dtype)
 
-    assert (
-        "of ones: error 0.125 exceeds the tolerance 0.03" in failures(attention=attention, dtype=jnp.bfloat16)["decode"]
-    )
+    found = failures(attention=attention, dtype=jnp.bfloat16)
+    assert "of ones: error 0.125 exceeds the tolerance 0.03" in found["decode"]
 
 
 def test_a_fault_with_many_rows_only_is_found():
