@@ -8,3 +8,9 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure() -> None:
+    from tests.compilation_cache import keep_slow_programs
+
+    keep_slow_programs()

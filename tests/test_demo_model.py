@@ -14,7 +14,7 @@ from omni_jax import LLM, SamplingParams
 from omni_jax.engine import loading
 from omni_jax.runtime import runner
 from omni_jax.scheduling import Buckets
-from tests.engines import CACHE, one_process_at_a_time
+from tests.compilation_cache import CACHE, one_process_at_a_time
 
 PARAGRAPH = """\
 The water cycle describes how water moves on, above and below the surface of the Earth. Water evaporates from

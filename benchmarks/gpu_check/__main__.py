@@ -29,8 +29,8 @@ from typing import Any
 
 from benchmarks.gpu_check.report import markdown
 from benchmarks.gpu_check.section import Section, write_atomically
+from benchmarks.processes import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 BUDGET_S = 560.0
 MARGIN = 0.92  # of its share, a section begins nothing new
 
@@ -147,7 +147,9 @@ def _file(out: Path, name: str) -> Path:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="what only a GPU can tell, in ten minutes")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check", description="Measure what only a GPU can show, in ten minutes."
+    )
     parser.add_argument("--out", type=_path, default=Path(".").resolve(), metavar="DIR", help="of the results")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=f"seconds for all of it: {BUDGET_S:.0f}")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="in this order")

@@ -199,7 +199,7 @@ class _State:
 
     def _packed(self, shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
         """Buffers of body and head: tokens at random, all rows at the end of their context."""
-        shapes = self.runner.shapes
+        shapes = self.runner.sizes
         rows = shape.size if shape.kind == "decode" else shapes.rows
         buffer, field = shapes.body_layout(shape.size, rows).fresh()
         counts = np.zeros(rows, np.int32)

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.gpu_proof import kernels as gpu_proof_kernels
 from benchmarks.gpu_proof import programs as gpu_proof_programs
+from benchmarks.gpu_proof import record
 from benchmarks.gpu_proof.finding import Finding, Proof
 from benchmarks.processes import ROOT, say
 from kernels_pallas import aot
@@ -54,10 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason:
         print(f"GPU PROOF SKIPPED, nothing was shown: {reason}")
         return 0 if args.skip_unavailable else UNAVAILABLE
+    title = f"JAX {jax.__version__}, {importlib.metadata.version('jaxlib')} of jaxlib, {aot.ptxas_version()}"
+    recorded = f"{title}: {'the wide matrix' if args.full else 'the small matrix'} {args.only}".rstrip()
+    if args.unless_recorded and record.holds(recorded):
+        print(f"proven before for this code, not proven again: {recorded}")
+        return 0
     begin = time.monotonic()
     findings = prove([proof.name for proof in chosen], args.processes)
     seconds = time.monotonic() - begin
-    title = f"JAX {jax.__version__}, {importlib.metadata.version('jaxlib')} of jaxlib, {aot.ptxas_version()}"
     if args.json:
         args.json.write_text(json.dumps({"versions": title, "findings": [dataclasses.asdict(f) for f in findings]}))
     Console(width=None if sys.stdout.isatty() else 160).print(table(findings, title))
@@ -66,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for fault in finding.faults:
             print(f"DOES NOT HOLD  {finding.proof}: {finding.what}: {fault}")
     print(f"{len(chosen)} proofs, {len(findings)} findings, {len(faulty)} do not hold; {seconds:.0f} s")
+    if args.record and not faulty:
+        record.write(recorded)
     return 1 if faulty else 0
 
 
@@ -161,6 +168,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once; default: one a core")
     parser.add_argument("--skip-unavailable", action="store_true", help="exit code 0 where nothing can be compiled")
+    parser.add_argument("--record", action="store_true", help="if all holds, note it and the code in proven.json")
+    parser.add_argument(
+        "--unless-recorded", action="store_true", help="prove nothing if proven.json has these proofs and this code"
+    )
     parser.add_argument("--prove", dest="names", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

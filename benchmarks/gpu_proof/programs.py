@@ -153,7 +153,7 @@ def prove_head(proof: str, target: str, model: Model) -> list[Finding]:
     )
     # A few numbers a row from each device, and no part of the logits.
     rows = SCORE_CHUNK if kind == "score" else ROWS
-    faults += collective_faults(exchanged, sums=None, largest=rows * model.devices * runner.shapes.alternatives)
+    faults += collective_faults(exchanged, sums=None, largest=rows * model.devices * runner.sizes.alternatives)
     found = [f"{memory.temp_size_in_bytes / MIB:.1f} MiB temporary", *_exchanged(exchanged)]
     return [_finding(proof, target, job, found, begin, faults)]
 

@@ -7,28 +7,60 @@ import time
 import pytest
 
 from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check import numerics
 from benchmarks.gpu_check.report import markdown, targets
 from benchmarks.gpu_check.section import Section
-from tests.engines import CACHE
+from tests.compilation_cache import CACHE
+from tests.virtual_devices import QUICK
 
 
-def test_a_dry_run_runs_every_section(tmp_path, capsys):
-    programs = str(CACHE.with_name("xla-gpu-check"))
-    assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--budget-s", "900", "--programs", programs]) == 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_check.json", "gpu_check.md"]
-    document = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert list(document["sections"]) == list(gpu_check.SECTIONS)
+def dry_run(out, monkeypatch, *sections):
+    """The figures of a dry run mean nothing, so LLVM need not optimise."""
+    monkeypatch.setenv("XLA_FLAGS", QUICK)
+    programs = str(CACHE.with_name(f"{CACHE.name}-gpu-check"))
+    command = ["--dry-run", "--out", str(out), "--budget-s", "900", "--programs", programs, "--sections", *sections]
+    assert gpu_check.main(command) == 0
+    assert sorted(file.name for file in out.iterdir()) == ["gpu_check.json", "gpu_check.md"]
+    document = json.loads((out / "gpu_check.json").read_text())
+    assert list(document["sections"]) == list(sections)
     for name, section in document["sections"].items():
         assert section["error"] is None, name
-        assert section["rows"], name
-        assert not [row for row in section["rows"] if "error" in row], name
-        assert "left_out" not in section["facts"], name
+        check_rows(section, name)
+    return document
+
+
+def check_rows(section, name):
+    assert section["rows"], name
+    assert not [row for row in section["rows"] if "error" in row], name
+    assert "left_out" not in section["facts"], name
+
+
+@pytest.mark.full
+def test_a_dry_run_runs_every_section(tmp_path, capsys, monkeypatch):
+    document = dry_run(tmp_path, monkeypatch, *gpu_check.SECTIONS)
     found = {row["implementation"]: row["failures"] for row in document["sections"]["numerics"]["rows"]}
     assert (found["reference"], found["triton"]) == ({}, {})
     assert "unsupported" in found["no such device"]
     report = (tmp_path / "gpu_check.md").read_text()
     assert "the figures mean nothing" in report
     assert report in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sections", [("ceilings", "decode", "prefill"), ("steps",), ("engine",)], ids=" ".join)
+def test_a_dry_run_of_some_sections(tmp_path, capsys, monkeypatch, sections):
+    dry_run(tmp_path, monkeypatch, *sections)
+    assert (tmp_path / "gpu_check.md").read_text() in capsys.readouterr().out
+
+
+def test_numerics_names_what_a_device_does_not_support(tmp_path, monkeypatch):
+    """All but the self-tests, which tests/kernels_pallas/test_paged_self_test.py runs."""
+    monkeypatch.setattr(numerics, "DRY", {"no such device": numerics.DRY["no such device"]})
+    section = made_section(tmp_path)
+    numerics.numerics(section)
+    check_rows({"facts": section.facts, "rows": section.rows}, "numerics")
+    far, unsupported = section.rows
+    assert (far["case"], far["failures"]) == (numerics.FAR, {})
+    assert unsupported["failures"].keys() == {"unsupported"}
 
 
 # -- what becomes of the rest -----------------------------------------------------------------------------------------
@@ -102,9 +134,13 @@ def test_sections_are_chosen_and_a_wrong_one_is_a_usage_error(tmp_path, monkeypa
         gpu_check.main(["--out", str(tmp_path), "--sections", "training"])
 
 
+def made_section(folder) -> Section:
+    places = {"file": folder / "s.json", "scratch": folder, "programs": folder}
+    return Section(**places, dry_run=True, deadline=time.monotonic() + 100, ceilings={})
+
+
 def test_a_section_begins_nothing_it_has_no_time_for(tmp_path):
-    places = {"file": tmp_path / "s.json", "scratch": tmp_path, "programs": tmp_path}
-    section = Section(**places, dry_run=True, deadline=time.monotonic() + 100, ceilings={})
+    section = made_section(tmp_path)
     assert section.has_time(10, for_="this")
     assert not section.has_time(200, for_="that")
     section.add(b=2)

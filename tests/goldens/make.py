@@ -33,7 +33,7 @@ from tests import tiny  # noqa: E402
 
 GREEDY_TOKENS = 64
 SCORED_LENGTH = 64
-TOLERANCE = 1e-5  # absolute and relative, between float32 results of two machines
+TOLERANCE = 5e-5  # absolute and relative: float32 results of two processors differed by up to 3.3e-5
 SMALLEST_GAP = 3e-4  # between the best two logits of every greedy step: errors of 1e-4 do not change the token
 
 

@@ -16,6 +16,7 @@ Each <family>.npz holds, for each case of tests.tiny_vl.CASES, under "<case>/":
 It also holds weights_sha256 and versions, as in make.py.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def weights_digest(family: str) -> str:
     """Digest of everything the goldens depend on, to detect changes of tests/tiny_vl.py without torch."""
     inputs = []
     for case in tiny_vl.CASES.values():
-        inputs.append(str((tiny_vl.expanded_ids(case), case.items)).encode())
+        items = [(item.modality, dataclasses.astuple(item)) for item in case.items]
+        inputs.append(str((tiny_vl.expanded_ids(case), items)).encode())
         for item in case.items:
             inputs += [frame.tobytes() for frame in tiny_vl.frames(item)]
     return text.digest(tiny_vl.config(family), tiny_vl.weights(family), inputs)

@@ -1,13 +1,35 @@
 """The committed goldens match the tiny checkpoints of tests/tiny.py and tests/tiny_vl.py. Needs no torch.
 
-make.py and make_vl.py with --check compare them with transformers' current results, which needs torch.
+`make goldens-check` compares them with transformers' results if their inputs have changed since it last did.
 """
+
+import json
 
 import numpy as np
 import pytest
 
 from tests import tiny, tiny_vl
-from tests.goldens import make, make_vl
+from tests.goldens import inputs, make, make_vl
+
+
+def test_goldens_were_checked_with_todays_inputs():
+    assert inputs.is_checked(), "run `make goldens-check`, and commit tests/goldens/checked.json if it passes"
+
+
+@pytest.mark.parametrize("name", [*tiny.VARIANTS, *tiny_vl.FAMILIES])
+def test_goldens_were_made_with_the_pinned_versions(name):
+    made_with = json.loads(str(make.load(name)["versions"]))
+    pinned = inputs.versions()
+    assert pinned.keys() == {"torch", "transformers"}
+    assert {package: made_with[package].partition("+")[0] for package in pinned} == pinned
+
+
+def test_changed_inputs_are_noticed(monkeypatch):
+    monkeypatch.setattr(tiny, "PROMPT_LENGTHS", (*tiny.PROMPT_LENGTHS[:-1], 3))
+    assert not inputs.is_checked()
+    monkeypatch.undo()
+    monkeypatch.setattr(inputs, "versions", lambda: {"torch": "2.14.0"})
+    assert not inputs.is_checked()
 
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)

@@ -1,4 +1,4 @@
-"""The rules, and everything of on_eight_devices.py, which needs a process with eight devices."""
+"""The rules, and everything of the *_on_eight_devices.py here, which need processes with eight devices."""
 
 import dataclasses
 from pathlib import Path
@@ -12,9 +12,22 @@ from omni_jax.runtime.sharding import RULES, fit, make_mesh, replica_meshes, sha
 from tests import tiny, tiny_vl
 from tests.virtual_devices import passes_on_eight_devices
 
+FILES = {file.stem.partition("_")[0]: file for file in Path(__file__).parent.glob("*_on_eight_devices.py")}
 
-def test_on_eight_virtual_devices():
-    passes_on_eight_devices(Path(__file__).with_name("on_eight_devices.py"))
+
+@pytest.mark.parametrize("name", ["text", "caches", "vision"])
+def test_on_eight_virtual_devices(name):
+    passes_on_eight_devices(FILES[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["text", "vision"])
+def test_more_on_eight_virtual_devices(name):
+    passes_on_eight_devices(FILES[name], marked="full")
+
+
+def test_every_file_for_eight_devices_is_run():
+    assert FILES.keys() == {"text", "caches", "vision"}
 
 
 def test_every_parameter_of_every_model_has_a_rule():
