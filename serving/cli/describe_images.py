@@ -40,13 +40,14 @@ def describe_images(
         as_json: Print the summary as JSON on standard output.
     """
     from serving.describe import job
+    from serving.describe.sources import UsageError
 
     try:
         values = (settings or DescribeSettings()).values()
         values["api_key"] = values["api_key"] or os.environ.get("OPENAI_API_KEY")
         options = job.Options(source=source, prompt=prompt, out=out, **values)
         done = job.plan(options) if dry_run else job.run(options)
-    except job.UsageError as error:
+    except (UsageError, ValueError) as error:
         usage_error(str(error))
     except (job.NoModel, OSError) as error:
         fail(str(error))

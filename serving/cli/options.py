@@ -18,7 +18,7 @@ from omni_jax.engine.config import (
     SchedulingSettings,
 )
 from omni_jax.settings import Settings
-from serving.http.settings import MediaSettings, SecuritySettings, ServerSettings
+from serving.http.settings import MediaAccessSettings, MediaSettings, SecuritySettings, ServerSettings
 
 PANELS: dict[str, tuple[type, ...]] = {
     "Server": (ServerSettings,),
@@ -26,7 +26,7 @@ PANELS: dict[str, tuple[type, ...]] = {
     "Cache": (CacheSettings,),
     "Scheduling": (SchedulingSettings,),
     "Media": (EncoderSettings, MediaSettings),
-    "Security": (SecuritySettings,),
+    "Security": (SecuritySettings, MediaAccessSettings),
     "Several devices": (ParallelSettings,),
 }
 _GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(PANELS)}
@@ -38,6 +38,7 @@ Scheduling = Annotated[SchedulingSettings | None, Parameter(name="*", group=_GRO
 Encoder = Annotated[EncoderSettings | None, Parameter(name="*", group=_GROUPS["Media"])]
 Media = Annotated[MediaSettings | None, Parameter(name="*", group=_GROUPS["Media"])]
 Security = Annotated[SecuritySettings | None, Parameter(name="*", group=_GROUPS["Security"])]
+Access = Annotated[MediaAccessSettings | None, Parameter(name="*", group=_GROUPS["Security"])]
 Parallel = Annotated[ParallelSettings | None, Parameter(name="*", group=_GROUPS["Several devices"])]
 
 Config = Annotated[Path | None, Parameter(name="--config")]

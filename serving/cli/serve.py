@@ -1,10 +1,12 @@
 """`omni-jax serve`."""
 
+import dataclasses
 import logging
 import signal
 from pathlib import Path
 
 from serving.cli.options import (
+    Access,
     Cache,
     Config,
     Encoder,
@@ -17,7 +19,7 @@ from serving.cli.options import (
     Server,
 )
 from serving.cli.support import engine_config, expected_errors, fail, log_to_stderr, usage_error
-from serving.http.settings import MediaSettings, SecuritySettings, ServerSettings
+from serving.http.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ def serve(
     encoder: Encoder = None,
     media: Media = None,
     security: Security = None,
+    access: Access = None,
     parallel: Parallel = None,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API.
@@ -48,15 +51,12 @@ def serve(
     log_to_stderr(log_level)
     if model is None:
         usage_error("give the model's directory: omni-jax serve MODEL, or the key model in the file of --config")
-    server, media, security = server or ServerSettings(), media or MediaSettings(), security or SecuritySettings()
+    server = server or ServerSettings()
+    if not server.served_model_name:
+        server = dataclasses.replace(server, served_model_name=(model.resolve().name,))
     engine_settings = engine_config(model.expanduser(), model_settings, cache, scheduling, encoder, parallel)
     from serving.http.lifecycle import CannotListen, bind, run_server
-    from serving.http.media import media_options
 
-    try:
-        options = media_options(media, security)
-    except ValueError as error:
-        usage_error(str(error))
     if engine_settings.process_id:
         return _follow(engine_settings)
     try:
@@ -67,7 +67,6 @@ def serve(
         from omni_jax.engine.async_engine import AsyncEngine
         from omni_jax.progress import stage_bars
         from serving.cli.memory_summary import memory_summary
-        from serving.http.segment_options import SegmentOptions
         from serving.http.server import make_app
 
         logger.info("memory: %s", memory_summary(engine_settings))
@@ -76,14 +75,11 @@ def serve(
                 lambda: AsyncEngine(engine_settings, progress),
                 lambda engine: make_app(
                     engine,
-                    served_model_names=server.served_model_name or (model.resolve().name,),
-                    api_keys=security.api_key,
-                    max_body_size=server.max_body_size,
-                    media=options,
-                    segments=SegmentOptions(
-                        policy=engine_settings.segment_policy,
-                        allow_request_policy=security.allow_request_segment_policy,
-                    ),
+                    settings=server,
+                    security=security,
+                    media=media,
+                    access=access,
+                    segment_policy=engine_settings.segment_policy,
                 ),
                 sock,
                 shutdown_timeout=server.shutdown_timeout,

@@ -7,13 +7,10 @@ signal loses no answer; the next run sends the interrupted requests again.
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import signal
 import time
-import urllib.parse
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,67 +19,12 @@ from rich.console import Console
 from serving.describe.client import MAX_MESSAGE_LENGTH, Client, Reply, Sleep, rate_limit
 from serving.describe.report import Summary, progress, show
 from serving.describe.rows import RowFile, open_rows, read_rows
-from serving.describe.sources import Source, Unreadable, UsageError, data_uri, find_sources
+from serving.describe.settings import Options
+from serving.describe.sources import Source, Unreadable, data_uri, find_sources
 
 
 class NoModel(Exception):
     """No model was named, and the server lists none."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Flags of the command.
-
-    Attributes:
-        model: None: the first model that the server lists.
-        concurrency: maximum number of requests in flight.
-        rate: maximum number of attempts per second; 0: no limit.
-        retries: maximum number of attempts after the first.
-        timeout: seconds of an attempt.
-        limit: maximum number of images to send in this run; None: no limit.
-    """
-
-    source: str
-    prompt: str
-    out: Path
-    server: str = "http://127.0.0.1:8000/v1"
-    model: str | None = None
-    api_key: str | None = None
-    system: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    concurrency: int = 8
-    rate: float = 0.0
-    retries: int = 5
-    timeout: float = 300.0
-    retry_failed: bool = True
-    overwrite: bool = False
-    limit: int | None = None
-
-    def __post_init__(self):
-        try:
-            address = urllib.parse.urlsplit(self.server)
-            valid = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-        except ValueError:  # invalid brackets or port
-            valid = False
-        if not valid:
-            raise UsageError(f"--server must be a URL such as http://127.0.0.1:8000/v1, got {self.server!r}")
-        if not self.prompt.strip():
-            raise UsageError("--prompt must not be empty")
-        if not self.rate >= 0 or not self.timeout > 0:  # NaN is neither
-            raise UsageError(f"--rate must be at least 0 and --timeout above 0, got {self.rate} and {self.timeout}")
-        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise UsageError("the API key must be printable ASCII; remove line feeds and other control characters")
-
-    def settings(self, model: str | None) -> dict[str, Any]:
-        """Return the settings that determine the texts, which all rows of a file share."""
-        return {
-            "prompt": self.prompt,
-            "system": self.system,
-            "model": model,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-        }
 
 
 def plan(options: Options) -> list[str]:

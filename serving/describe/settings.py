@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from typing import Annotated
+import urllib.parse
+from pathlib import Path
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
 
@@ -33,7 +35,7 @@ class DescribeSettings(Settings):
     model: str | None = None
     api_key: str | None = None
     system: str | None = None
-    max_tokens: Annotated[int, Ge(1)] = 256
+    max_tokens: Annotated[int, Ge(1)] | None = 256
     temperature: Annotated[float, Ge(0), Lt(math.inf)] | None = None
     concurrency: Annotated[int, Ge(1)] = 8
     rate: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
@@ -42,3 +44,45 @@ class DescribeSettings(Settings):
     retry_failed: bool = True
     overwrite: bool = False
     limit: Annotated[int, Ge(1)] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        try:
+            address = urllib.parse.urlsplit(self.server)
+            valid = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+        except ValueError:  # invalid brackets or port
+            valid = False
+        if not valid:
+            raise ValueError(f"server must be a URL such as http://127.0.0.1:8000/v1, got {self.server!r}")
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key must be printable ASCII; remove line feeds and other control characters")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(DescribeSettings):
+    """A job: what to ask about which images, and where the answers go.
+
+    Attributes:
+        source: Folder, image, URL, or .txt file with a path or URL in each line.
+        prompt: What to ask about each image.
+        out: JSONL file for the results.
+    """
+
+    source: str
+    prompt: str
+    out: Path
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.prompt.strip():
+            raise ValueError("prompt must not be empty")
+
+    def settings(self, model: str | None) -> dict[str, Any]:
+        """The settings that determine the texts, which all rows of a file share."""
+        return {
+            "prompt": self.prompt,
+            "system": self.system,
+            "model": model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+        }

@@ -8,15 +8,13 @@ every redirect. Error messages quote nothing of a source but its host name.
 import asyncio
 import binascii
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import ipaddress
-import json
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes
@@ -26,10 +24,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from omni_jax.requests import InvalidRequest
-from serving.http.settings import MediaSettings, SecuritySettings
+from serving.http.settings import MediaAccessSettings
 
-MODALITIES = ("image", "video")
-DEFAULT_LIMITS: Mapping[str, int] = {"image": 16, "video": 1}  # parts in one request
 MAX_CONNECTIONS = 256  # of the server
 
 _RESOLVER_THREADS = 32  # a separate pool, so that slow name servers delay no other work
@@ -45,97 +41,11 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaPolicy:
-    """Which sources may be fetched, and the limits of one item (an image or a video).
-
-    Attributes:
-        allowed_domains: host names that may be fetched from, also by redirects, without their subdomains. Default: all.
-            A host with a private address needs allow_private_addresses, too.
-        allowed_local_path: directory with files that may be read. Default: None, no files.
-        allow_private_addresses: whether addresses outside the public internet may be fetched from.
-        timeout: seconds for one item, including redirects.
-        max_bytes: maximum size of one item.
-        max_redirects: maximum number of redirects for one item.
-    """
-
-    allowed_domains: tuple[str, ...] = ()
-    allowed_local_path: Path | None = None
-    allow_private_addresses: bool = False
-    timeout: float = 5.0
-    max_bytes: int = 64 * 2**20
-    max_redirects: int = 5
-
-    def __post_init__(self):
-        object.__setattr__(self, "allowed_domains", tuple(map(_domain, self.allowed_domains)))
-        if self.allowed_local_path is not None:
-            real = Path(os.path.realpath(self.allowed_local_path))
-            if not real.is_dir():
-                raise ValueError(f"the allowed local media path must be a directory, got {self.allowed_local_path}")
-            object.__setattr__(self, "allowed_local_path", real)
-        if not 0 < self.timeout < float("inf"):
-            raise ValueError(f"the media timeout must be a positive number of seconds, got {self.timeout}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaOptions:
-    """Sources and limits of images and videos.
-
-    Attributes:
-        policy: which sources may be fetched.
-        limits: maximum number of parts of each modality in one request. Default: DEFAULT_LIMITS.
-        allow_mm_processor_kwargs: whether requests may set min_pixels, max_pixels, fps and num_frames.
-    """
-
-    policy: MediaPolicy = dataclasses.field(default_factory=MediaPolicy)
-    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    allow_mm_processor_kwargs: bool = False
-
-    def __post_init__(self):
-        for name, limit in self.limits.items():
-            if name not in MODALITIES or type(limit) is not int or limit < 0:
-                raise ValueError(
-                    f"a media limit must be 'image' or 'video' and a number from 0, got {name!r}: {limit!r}"
-                )
-        object.__setattr__(self, "limits", {**DEFAULT_LIMITS, **self.limits})
-
-
-def parse_limits(text: str) -> dict[str, int]:
-    """Parses --limit-mm-per-prompt: `image=4,video=1` or, as in vLLM, `{"image": 4, "video": 1}`.
-
-    Raises:
-        ValueError: another format. MediaOptions checks names and numbers.
-    """
-    try:
-        if text.lstrip().startswith("{"):
-            return json.loads(text)
-        return {name.strip(): int(count) for name, count in (pair.split("=") for pair in text.split(","))}
-    except ValueError:
-        raise ValueError(
-            f'media limits must be like image=4,video=1 or {{"image": 4, "video": 1}}, got {text!r}'
-        ) from None
-
-
-def media_options(media: MediaSettings, security: SecuritySettings) -> MediaOptions:
-    """Raises ValueError when a limit, a host name or the directory is wrong."""
-    limits = media.limit_mm_per_prompt
-    return MediaOptions(
-        policy=MediaPolicy(
-            allowed_domains=security.allowed_media_domains,
-            allowed_local_path=security.allowed_local_media_path,
-            allow_private_addresses=security.allow_private_media_addresses,
-            timeout=media.media_timeout,
-        ),
-        limits=parse_limits(limits) if isinstance(limits, str) else limits,
-        allow_mm_processor_kwargs=media.allow_mm_processor_kwargs,
-    )
-
-
 @contextlib.asynccontextmanager
 async def open_session(
-    policy: MediaPolicy, resolver: AbstractResolver | None = None
+    access: MediaAccessSettings, resolver: AbstractResolver | None = None
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session that connects only to addresses the policy allows. It ignores proxies, netrc and cookies.
+    """A session that connects only to addresses that `access` allows. It ignores proxies, netrc and cookies.
 
     Args:
         resolver: resolves host names. Default: the system's resolver in a separate thread pool.
@@ -143,7 +53,7 @@ async def open_session(
     resolver = resolver or _SystemResolver()
     connector = aiohttp.TCPConnector(
         resolver=resolver,
-        socket_factory=functools.partial(_checked_socket, policy),
+        socket_factory=functools.partial(_checked_socket, access),
         limit=MAX_CONNECTIONS,
         use_dns_cache=False,
     )
@@ -162,7 +72,7 @@ async def open_session(
 
 
 async def fetch(
-    source: str, policy: MediaPolicy, session: aiohttp.ClientSession, pool: Executor | None = None
+    source: str, access: MediaAccessSettings, session: aiohttp.ClientSession, pool: Executor | None = None
 ) -> bytes:
     """The bytes of an image or a video.
 
@@ -170,7 +80,7 @@ async def fetch(
 
     Args:
         source: http(s) URL; data: URI; file:// URL; or path, absolute or relative to the allowed directory.
-        session: from `open_session` with the same policy.
+        session: from `open_session` with the same `access`.
         pool: threads that decode data: URIs and read files. Default: the event loop's.
 
     Raises:
@@ -179,26 +89,26 @@ async def fetch(
     """
     source = source.strip()
     if _scheme(source) not in ("http", "https"):
-        return await asyncio.get_running_loop().run_in_executor(pool, read, source, policy)
+        return await asyncio.get_running_loop().run_in_executor(pool, read, source, access)
     url = _url(source)
     try:
-        async with asyncio.timeout(policy.timeout):
-            return await _download(url, policy, session)
+        async with asyncio.timeout(access.media_timeout):
+            return await _download(url, access, session)
     except TimeoutError:
-        limit = f"{policy.timeout:g} s that an item may take"
+        limit = f"{access.media_timeout:g} s that an item may take"
         raise InvalidRequest(f"{_quoted_host(url.host)} did not respond in full within the {limit}") from None
 
 
-def read(source: str, policy: MediaPolicy) -> bytes:
+def read(source: str, access: MediaAccessSettings) -> bytes:
     """The bytes of a data: URI or a local file; the part of `fetch` that needs no network."""
     scheme = _scheme(source)
     if scheme == "data":
         data = _decode_data(source)
-        if len(data) > policy.max_bytes:
-            raise InvalidRequest(f"the data: URI has {len(data)} bytes; at most {policy.max_bytes} are allowed")
+        if len(data) > access.max_media_bytes:
+            raise InvalidRequest(f"the data: URI has {len(data)} bytes; at most {access.max_media_bytes} are allowed")
         return data
     if scheme in (None, "file"):
-        return _read_file(_local_path(source) if scheme else source, policy)
+        return _read_file(_local_path(source) if scheme else source, access)
     raise InvalidRequest(f"URLs with the scheme {scheme!a} are not supported; use an http(s) URL or a data: URI")
 
 
@@ -226,10 +136,10 @@ class _NotPublic(OSError):
     """The address is not on the public internet."""
 
 
-def _checked_socket(policy: MediaPolicy, addr_info: tuple) -> socket.socket:
+def _checked_socket(access: MediaAccessSettings, addr_info: tuple) -> socket.socket:
     """Creates all sockets, and checks the address that the socket is about to connect to."""
     family, kind, protocol, _, address = addr_info
-    if not (policy.allow_private_addresses or is_public(address[0])):
+    if not (access.allow_private_media_addresses or is_public(address[0])):
         raise _NotPublic("not a public address")
     return socket.socket(family, kind, protocol)
 
@@ -255,20 +165,20 @@ class _SystemResolver(AbstractResolver):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def _download(url: URL, policy: MediaPolicy, session: aiohttp.ClientSession) -> bytes:
-    for _ in range(policy.max_redirects + 1):
-        _check_url(url, policy)
+async def _download(url: URL, access: MediaAccessSettings, session: aiohttp.ClientSession) -> bytes:
+    for _ in range(access.max_media_redirects + 1):
+        _check_url(url, access)
         try:
             async with session.get(url, allow_redirects=False) as response:
                 if response.status == 200:
-                    return await _body(response, policy.max_bytes)
+                    return await _body(response, access.max_media_bytes)
                 location = response.headers.get("Location")
                 if response.status not in _REDIRECTS or location is None:
                     raise InvalidRequest(f"{_quoted_host(url.host)} responded with status {response.status}")
         except (aiohttp.ClientError, OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             raise InvalidRequest(_reason(error, url)) from None
         url = _url(location, base=url)
-    raise InvalidRequest(f"{_quoted_host(url.host)} exceeds the limit of {policy.max_redirects} redirects")
+    raise InvalidRequest(f"{_quoted_host(url.host)} exceeds the limit of {access.max_media_redirects} redirects")
 
 
 async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -301,30 +211,15 @@ def _url(text: str, base: URL | None = None) -> URL:
         ) from None
 
 
-def _check_url(url: URL, policy: MediaPolicy) -> None:
+def _check_url(url: URL, access: MediaAccessSettings) -> None:
     if url.scheme not in ("http", "https"):  # after a redirect
         raise InvalidRequest(f"redirects to the scheme {url.scheme[:31]!a} are not followed, only to http and https")
     if not url.raw_host:
         raise InvalidRequest("the URL has no host")
     if url.raw_user is not None or url.raw_password is not None:
         raise InvalidRequest("URLs with credentials (user@host) are not allowed")
-    if policy.allowed_domains and url.raw_host.lower().rstrip(".") not in policy.allowed_domains:
+    if access.allowed_media_domains and url.raw_host.lower().rstrip(".") not in access.allowed_media_domains:
         raise InvalidRequest(f"{_quoted_host(url.host)} is not among the domains this server fetches from")
-
-
-def _domain(given: str) -> str:
-    """The normal form of a host name. Raises ValueError for anything else, such as a URL."""
-    with contextlib.suppress(ValueError):
-        name = URL.build(scheme="http", host=given.strip().rstrip(".")).raw_host
-        if name and not re.search(r"[\s/@*%]", name) and (":" not in name or _is_address(name)):
-            return name.lower()
-    raise ValueError(f"an allowed media domain must be a host name such as images.example.com, got {given!r}")
-
-
-def _is_address(name: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(name))
-    return False
 
 
 def _reason(error: Exception, url: URL) -> str:
@@ -400,8 +295,8 @@ def _local_path(url: str) -> str:
     return "/" + unquote(path, errors="surrogateescape")
 
 
-def _read_file(path: str, policy: MediaPolicy) -> bytes:
-    root = policy.allowed_local_path
+def _read_file(path: str, access: MediaAccessSettings) -> bytes:
+    root = access.allowed_local_media_path
     if root is None:
         raise InvalidRequest("local files are not allowed by this server; use an http(s) URL or a data: URI")
     data = None
@@ -409,11 +304,11 @@ def _read_file(path: str, policy: MediaPolicy) -> bytes:
         real = Path(os.path.realpath(root / path))
         if real.is_relative_to(root) and real.is_file():  # not a directory, nor a pipe, which could block
             with open(real, "rb", opener=_open_without_links) as file:
-                data = file.read(policy.max_bytes + 1)
+                data = file.read(access.max_media_bytes + 1)
     if data is None:  # one message for all reasons, so that it does not reveal which files exist
         raise InvalidRequest("the local file cannot be read: it must be a file in the directory this server allows")
-    if len(data) > policy.max_bytes:
-        raise InvalidRequest(f"the local file has more than the {policy.max_bytes} bytes that an item may have")
+    if len(data) > access.max_media_bytes:
+        raise InvalidRequest(f"the local file has more than the {access.max_media_bytes} bytes that an item may have")
     return data
 
 

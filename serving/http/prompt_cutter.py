@@ -3,25 +3,26 @@
 import collections
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_jax.requests import InvalidRequest, MediaSpan
 from omni_jax.requests.segment import Segment
 from omni_jax.segments import POLICIES, make_policy
 from serving.http.request_models import GenerationRequest
-from serving.http.segment_options import PolicySpec, SegmentOptions
 
 if TYPE_CHECKING:
     from omni_jax.engine.async_engine import AsyncEngine
 
+PolicySpec = str | Mapping[str, Any]  # argument of make_policy
 MAX_POLICY_MESSAGE = 800  # characters of an error about a policy, which may quote the client and ends with advice
 
 
 class PromptCutter:
     """Cuts prompts into segments and counts them. Thread-safe."""
 
-    def __init__(self, engine: "AsyncEngine", options: SegmentOptions):
-        self._engine, self._options = engine, options
+    def __init__(self, engine: "AsyncEngine", policy: PolicySpec, *, allow_request_policy: bool):
+        """`policy` is the engine's; requests may set another one if `allow_request_policy`."""
+        self._engine, self._policy, self._allow_request_policy = engine, policy, allow_request_policy
         self._lock = threading.Lock()
         self._prompts: collections.Counter[str] = collections.Counter()
         self._segments: collections.Counter[str] = collections.Counter()
@@ -30,7 +31,7 @@ class PromptCutter:
         """Raises InvalidRequest if the request sets a segment policy that is invalid or not allowed."""
         if (spec := request.segment_policy) is None:
             return
-        if not self._options.allow_request_policy:
+        if not self._allow_request_policy:
             raise InvalidRequest(
                 "segment_policy is not allowed by this server (--allow-request-segment-policy)", param="segment_policy"
             )
@@ -49,7 +50,7 @@ class PromptCutter:
             InvalidRequest: the policy fails, or its segments do not cover each token exactly once.
         """
         segments = self._engine.cut(ids, media, spec)
-        name = policy_name(self._options.policy if spec is None else spec)
+        name = policy_name(self._policy if spec is None else spec)
         with self._lock:
             self._prompts[name] += 1
             self._segments[name] += len(segments)

@@ -154,7 +154,7 @@ async def _load(server: Server, part: MediaPart, settings: VisionSettings, slots
 
 
 async def _frames(server: Server, part: MediaPart, slots: asyncio.Semaphore) -> list[bytes]:
-    limit = left = server.media.policy.max_bytes  # the limit of one item holds for all frames together
+    limit = left = server.access.max_media_bytes  # the limit of one item holds for all frames together
 
     async def frame(source: str, where: str) -> bytes:
         nonlocal left
@@ -173,7 +173,7 @@ async def _frames(server: Server, part: MediaPart, slots: asyncio.Semaphore) -> 
 async def _fetch(server: Server, source: str, where: str) -> bytes:
     assert server.session is not None  # set while the app runs
     try:
-        return await fetch(source, server.media.policy, server.session, server.media_pool)
+        return await fetch(source, server.access, server.session, server.media_pool)
     except InvalidRequest as error:
         raise InvalidRequest(f"{where}: {error}", param="messages") from None
 

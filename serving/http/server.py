@@ -16,11 +16,11 @@ from omni_jax.requests import EngineError
 from serving.http.chat import chat_completions
 from serving.http.completions import completions
 from serving.http.errors import REQUEST_ID, ApiError, error_middleware
-from serving.http.media import MediaOptions, open_session
+from serving.http.media import open_session
 from serving.http.metrics import CONTENT_TYPE, Metrics
-from serving.http.prompt_cutter import PromptCutter
+from serving.http.prompt_cutter import PolicySpec, PromptCutter
 from serving.http.response_models import ModelCard, ModelList, Version
-from serving.http.segment_options import SegmentOptions
+from serving.http.settings import MediaAccessSettings, MediaSettings, SecuritySettings, ServerSettings
 from serving.http.state import SERVER, Server
 from serving.http.stats import stats
 from serving.http.tokenization import detokenize, tokenize
@@ -42,11 +42,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def make_app(
     engine: "AsyncEngine",
     *,
-    served_model_names: Sequence[str],
-    api_keys: Sequence[str] = (),
-    max_body_size: int = MAX_BODY_SIZE,
-    media: MediaOptions | None = None,
-    segments: SegmentOptions | None = None,
+    settings: ServerSettings,
+    security: SecuritySettings | None = None,
+    media: MediaSettings | None = None,
+    access: MediaAccessSettings | None = None,
+    segment_policy: PolicySpec = "request",
 ) -> web.Application:
     """The OpenAI-compatible app over a started engine.
 
@@ -54,34 +54,35 @@ def make_app(
     request.
 
     Args:
-        served_model_names: at least one; requests may use any of them.
-        api_keys: any of them opens all routes; without any, the server needs no key.
-        max_body_size: maximum size of a request body in bytes; a larger one gets a 413.
-        media: limits and sources of images and videos. Default: MediaOptions().
-        segments: how prompts are cut into segments. Default: SegmentOptions().
+        settings: they must have at least one served_model_name.
+        security, media, access: None is their defaults.
+        segment_policy: the engine's, for requests that set none.
     """
-    if not served_model_names:
-        raise ValueError("served_model_names must have at least one name")
-    cutter = PromptCutter(engine, segments or SegmentOptions())
+    if not settings.served_model_name:
+        raise ValueError("served_model_name must have at least one name")
+    security = security or SecuritySettings()
+    cutter = PromptCutter(engine, segment_policy, allow_request_policy=security.allow_request_segment_policy)
     server = Server(
         engine=engine,
-        names=tuple(served_model_names),
-        max_body_size=max_body_size,
+        names=settings.served_model_name,
+        max_body_size=settings.max_body_size,
         metrics=Metrics(
             stats=engine.stats,
             info=engine.info,
-            model_name=served_model_names[0],
+            model_name=settings.served_model_name[0],
             recorder=lambda: engine.recorder,
             segment_counts=cutter.counts,
         ),
         cutter=cutter,
-        media=media or MediaOptions(),
+        media=media or MediaSettings(),
+        access=access or MediaAccessSettings(),
         text_pool=ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text"),
         media_pool=ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media"),
         created=int(time.time()),
     )
     app = web.Application(
-        client_max_size=max_body_size, middlewares=[_set_request_id, error_middleware, _key_check(api_keys)]
+        client_max_size=settings.max_body_size,
+        middlewares=[_set_request_id, error_middleware, _key_check(security.api_key)],
     )
     app[SERVER] = server
     app.add_routes(
@@ -106,7 +107,7 @@ def make_app(
 
 async def _resources(app: web.Application) -> AsyncIterator[None]:
     server = app[SERVER]
-    async with open_session(server.media.policy) as server.session:
+    async with open_session(server.access) as server.session:
         yield
     for pool in (server.text_pool, server.media_pool):
         pool.shutdown(wait=False, cancel_futures=True)

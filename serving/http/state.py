@@ -10,9 +10,9 @@ import aiohttp
 from aiohttp import web
 
 from serving.http.errors import ApiError
-from serving.http.media import MediaOptions
 from serving.http.metrics import Metrics
 from serving.http.prompt_cutter import PromptCutter
+from serving.http.settings import MediaAccessSettings, MediaSettings
 
 if TYPE_CHECKING:  # imports JAX, which tests with a fake engine do not need
     from omni_jax.engine.async_engine import AsyncEngine
@@ -30,7 +30,8 @@ class Server:
         max_body_size: maximum size of a request body in bytes.
         metrics: for /metrics.
         cutter: cuts prompts into segments.
-        media: limits and sources of images and videos.
+        media: limits of images and videos.
+        access: where images and videos may be fetched from.
         text_pool: threads for work on text, which takes too long for the event loop if a prompt is long.
         media_pool: threads that decode images and videos, so that text does not wait for them.
         created: Unix seconds of the start.
@@ -43,7 +44,8 @@ class Server:
     max_body_size: int
     metrics: Metrics
     cutter: PromptCutter
-    media: MediaOptions
+    media: MediaSettings
+    access: MediaAccessSettings
     text_pool: ThreadPoolExecutor
     media_pool: ThreadPoolExecutor
     created: int

@@ -17,6 +17,7 @@ import omni_jax
 from serving.cli import main as cli
 from serving.http import lifecycle
 from serving.http.server import make_app
+from serving.http.settings import SecuritySettings, ServerSettings
 from serving.http.state import SERVER
 from tests.command_line import run_command
 from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
@@ -70,9 +71,14 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine, **options) -> AsyncIterator[Client]:
+async def serving(
+    engine: FakeEngine, *, served_model_name=("fake", "org/fake-2"), max_body_size=64 * 2**20, api_key=(), **options
+) -> AsyncIterator[Client]:
+    """A client of the app over an engine. `options`: allow_request_segment_policy, or arguments of `make_app`."""
+    options["settings"] = ServerSettings(served_model_name=tuple(served_model_name), max_body_size=max_body_size)
+    allow = options.pop("allow_request_segment_policy", False)
+    options["security"] = SecuritySettings(api_key=tuple(api_key), allow_request_segment_policy=allow)
     """A client of a server over the engine."""
-    options.setdefault("served_model_names", ["fake", "org/fake-2"])
     runner = web.AppRunner(make_app(engine, **options), handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
     sock = lifecycle.bind("127.0.0.1", 0)

@@ -35,7 +35,7 @@ def main() -> int:
         return 1
     return run_server(
         make_engine,
-        lambda engine: make_app(engine, served_model_names=["fake"]),
+        lambda engine: make_app(engine, settings=ServerSettings(served_model_name=("fake",))),
         sock,
         shutdown_timeout=float(sys.argv[2]),
     )

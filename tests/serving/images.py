@@ -9,16 +9,21 @@ import av
 import numpy as np
 from PIL import Image
 
-from serving.http.media import MediaOptions, MediaPolicy
+from omni_jax.settings import Settings
+from serving.http.settings import MediaAccessSettings, MediaSettings
 
 CHAT = "/v1/chat/completions"
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
-def options(*, timeout: float = 30.0, allow: bool = False, **limits) -> MediaOptions:
-    """MediaOptions that allow fetches from loopback."""
-    policy = MediaPolicy(allow_private_addresses=True, timeout=timeout, max_bytes=100_000)
-    return MediaOptions(policy=policy, limits=limits, allow_mm_processor_kwargs=allow)
+def options(*, timeout: float = 30.0, allow: bool = False, **limits) -> dict[str, Settings]:
+    """Arguments of `make_app` that allow fetches from loopback."""
+    return {
+        "media": MediaSettings(limit_mm_per_prompt=limits, allow_mm_processor_kwargs=allow),
+        "access": MediaAccessSettings(
+            allow_private_media_addresses=True, media_timeout=timeout, max_media_bytes=100_000
+        ),
+    }
 
 
 def png(color, size=(24, 16), kind="PNG") -> bytes:

@@ -22,8 +22,7 @@ from serving.cli.app import app
 from serving.cli.main import COMMANDS
 from serving.cli.options import PANELS, descriptions
 from serving.describe.settings import DescribeSettings
-from serving.http.media import MediaOptions, MediaPolicy
-from serving.http.segment_options import SegmentOptions
+from serving.http.settings import MediaAccessSettings, MediaSettings
 from tests.command_line import run_command
 from tests.tiny import write_tiny
 
@@ -105,19 +104,23 @@ def test_serve_passes_its_flags_on(invoke, served, tmp_path):
 def test_serve_media_flags(invoke, served, tmp_path):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
     media = served["server"].media
-    assert media == MediaOptions()
-    assert (media.limits, media.policy.timeout) == ({"image": 16, "video": 1}, 5.0)
+    assert media == MediaSettings()
+    assert media.limit_mm_per_prompt == {"image": 16, "video": 1}
+    assert served["server"].access == MediaAccessSettings()
     assert served["server"].max_body_size == 64 * 2**20
     flags = ["--allowed-media-domains", "a.test", "B.test", "--media-timeout", "2.5"]
     flags += ["--allowed-local-media-path", str(tmp_path), "--allow-private-media-addresses"]
     flags += ["--allow-mm-processor-kwargs", "--limit-mm-per-prompt", '{"image": 4, "video": 2}']
     result = invoke("serve", str(tmp_path), "--port", "0", *flags)
     assert result.exit_code == 0, result.output
-    policy = MediaPolicy(
-        allowed_domains=("a.test", "b.test"), allowed_local_path=tmp_path, allow_private_addresses=True, timeout=2.5
+    assert served["server"].access == MediaAccessSettings(
+        allowed_media_domains=("a.test", "b.test"),
+        allowed_local_media_path=tmp_path,
+        allow_private_media_addresses=True,
+        media_timeout=2.5,
     )
     limits = {"image": 4, "video": 2}
-    assert served["server"].media == MediaOptions(policy=policy, limits=limits, allow_mm_processor_kwargs=True)
+    assert served["server"].media == MediaSettings(limit_mm_per_prompt=limits, allow_mm_processor_kwargs=True)
     for text, limits in {
         "image=4,video=1": {"image": 4, "video": 1},
         "image=4": {"image": 4, "video": 1},
@@ -125,7 +128,7 @@ def test_serve_media_flags(invoke, served, tmp_path):
         '{"video": 3}': {"image": 16, "video": 3},
     }.items():
         assert invoke("serve", str(tmp_path), "--port", "0", "--limit-mm-per-prompt", text).exit_code == 0
-        assert served["server"].media.limits == limits
+        assert served["server"].media.limit_mm_per_prompt == limits
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,8 @@ def test_serve_media_flags_that_are_wrong_are_usage_errors(invoke, served, tmp_p
 
 def test_serve_segment_and_objective_flags(invoke, served, tmp_path, monkeypatch):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
-    assert served["server"].cutter._options == SegmentOptions()
+    cutter = served["server"].cutter
+    assert (cutter._policy, cutter._allow_request_policy) == ("request", False)
     flags = ["--scheduling-policy", "slo", "--ttft-ms", "500", "--tpot-ms", "50.5", "--e2e-ms", "9000"]
     flags += ["--aging-seconds", "2.5", "--segment-aware", "--debug-print-batch", "--allow-request-segment-policy"]
     result = invoke("serve", str(tmp_path), "--port", "0", *flags, "--segment-policy", "hybrid")
@@ -166,7 +170,8 @@ def test_serve_segment_and_objective_flags(invoke, served, tmp_path, monkeypatch
         segment_aware=True,
         debug_print_batch=True,
     )
-    assert served["server"].cutter._options == SegmentOptions(policy="hybrid", allow_request_policy=True)
+    cutter = served["server"].cutter
+    assert (cutter._policy, cutter._allow_request_policy) == ("hybrid", True)
     text = '{"text": {"policy": "by_length", "max_length": 64}, "image": "by_region"}'
     text = text.replace('"by_region"', '{"policy": "by_region", "regions": {"rows": 2}}')
     assert invoke("serve", str(tmp_path), "--port", "0", "--segment-policy", text).exit_code == 0
@@ -246,7 +251,7 @@ def test_serve_reads_settings_from_a_file(invoke, served, tmp_path, suffix, writ
     )
     assert served["config"] == config
     assert served["server"].names == ("a",)
-    assert served["server"].media.limits == {"image": 3, "video": 1}
+    assert served["server"].media.limit_mm_per_prompt == {"image": 3, "video": 1}
     assert served["access_log"] is False
     # Flags override variables, and variables override the file.
     more = ["--max-num-seqs", "9", "--access-log", "--served-model-name", "b", "c"]
@@ -266,7 +271,7 @@ def test_serve_reads_settings_from_a_file(invoke, served, tmp_path, suffix, writ
         ({"modell": "x"}, "Did you mean --model?"),
         ({"segment_polices": {}}, "Did you mean --segment-policy?"),
         ({"shedulingpolicy": "slo"}, "Did you mean --scheduling-policy?"),
-        ({1: 2}, "Unknown option"),
+        ({1: 2}, "is not text"),
         ({"model": None}, "give the model's directory"),
         ({"model": "no/such"}, "hf download no/such"),
         ({"max_num_seqs": "many"}, "max-num-seqs"),

@@ -15,7 +15,8 @@ import pytest
 
 from serving.describe import job as describe
 from serving.describe import rows as describe_rows
-from serving.describe.job import UsageError, plan
+from serving.describe.job import plan
+from serving.describe.sources import UsageError
 from tests.serving.describe.fake import ROOT, described, fill, image_of, in_turn, options, refused, rows, run
 
 

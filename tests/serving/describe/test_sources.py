@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from serving.describe import sources as describe_sources
-from serving.describe.job import UsageError
-from serving.describe.sources import find_sources
+from serving.describe.sources import UsageError, find_sources
 from tests.serving.describe.fake import image_of, options, rows, run
 
 IMAGE = b"\x89PNG some bytes "

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from serving.http.media import MediaOptions
+from serving.http.settings import MediaSettings
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, FakeInfo, vision_engine
 from tests.serving.images import (
@@ -31,7 +31,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def client(engine):
-    async with serving(engine, media=options(allow=True)) as client:
+    async with serving(engine, **options(allow=True)) as client:
         yield client
 
 
@@ -79,7 +79,7 @@ async def test_invalid_parts_are_rejected_before_any_fetch(client, engine, host)
 
 
 async def test_limits_on_parts_and_frames(engine, host):
-    async with serving(engine, media=options()) as client:
+    async with serving(engine, **options()) as client:
         sixteen = [image(RED)] * 16
         await ask(client, *sixteen)
         seventeen = body(*sixteen, url_part(host.url("/red.png")))
@@ -93,7 +93,7 @@ async def test_limits_on_parts_and_frames(engine, host):
         frames = {"type": "video", "video": [host.url("/red.png")] * 9}
         await assert_rejected(client, body(frames), match="at most 8")
         await assert_rejected(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="at most 8")
-    async with serving(engine, media=options(image=0, video=2)) as client:
+    async with serving(engine, **options(image=0, video=2)) as client:
         await assert_rejected(client, body(url_part(host.url("/red.png"))), match="at most 0")
         await ask(client, video_part, video_part)
     assert host.connections == 0
@@ -173,7 +173,7 @@ async def test_errors_of_mm_processor_kwargs_have_the_value_and_the_limit(client
 
 
 async def test_mm_processor_kwargs_need_the_servers_permission(engine, host):
-    async with serving(engine, media=options()) as client:
+    async with serving(engine, **options()) as client:
         part = url_part(host.url("/red.png"))
         flag = "--allow-mm-processor-kwargs"
         await assert_rejected(client, body(part, mm_processor_kwargs={"max_pixels": 500}), match=flag)
@@ -187,7 +187,7 @@ async def test_mm_processor_kwargs_need_the_servers_permission(engine, host):
 
 
 async def test_a_text_model_rejects_images_before_any_fetch(host):
-    async with serving(FakeEngine(), media=options()) as client:
+    async with serving(FakeEngine(), **options()) as client:
         await assert_rejected(client, body("see", url_part(host.url("/red.png"))), match="messages[0].content[1]")
         assert (await client.chat("hello"))[0] == 200
     assert host.connections == 0
@@ -196,14 +196,14 @@ async def test_a_text_model_rejects_images_before_any_fetch(host):
 async def test_image_tokens_count_towards_the_context_length():
     engine = vision_engine()
     engine.info = FakeInfo(max_model_len=100)
-    async with serving(engine, media=options()) as client:
+    async with serving(engine, **options()) as client:
         assert "100 tokens" in await assert_rejected(client, body(image(RED, (96, 64)), image(BLUE, (96, 64))))
         await ask(client, image(RED), "short")
 
 
 async def test_a_body_with_large_images_is_accepted_by_default(engine):
     large = png(RED) + bytes(12 * 2**20)  # data after the end of a PNG is ignored
-    async with serving(engine, media=MediaOptions()) as client:
+    async with serving(engine, media=MediaSettings()) as client:
         await ask(client, url_part(data_uri(large)), "What is it?")
         assert seen_media(engine) == [("image", RED)]
     async with serving(engine, max_body_size=10_000) as client:

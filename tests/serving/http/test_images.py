@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from serving.http import prompts
-from serving.http.media import MediaOptions, MediaPolicy
+from serving.http.settings import MediaAccessSettings
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, vision_engine
 from tests.serving.http.test_operations import metrics
@@ -44,7 +44,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def client(engine):
-    async with serving(engine, media=options(allow=True)) as client:
+    async with serving(engine, **options(allow=True)) as client:
         yield client
 
 
@@ -278,7 +278,7 @@ async def test_mm_09_a_hanging_host_is_a_400_within_the_time_limit(engine, host)
         await asyncio.sleep(3600)
 
     host.answers["/silent"] = silent
-    async with serving(engine, media=options(timeout=0.3)) as client:
+    async with serving(engine, **options(timeout=0.3)) as client:
         hanging = asyncio.create_task(
             assert_rejected(client, body(url_part(host.url("/silent"))), match="messages[0].content")
         )
@@ -348,7 +348,7 @@ async def test_concurrent_fetches_of_a_request_are_limited(engine, host):
         writer.write(response(png(RED)))
 
     host.answers |= {f"/{i}": count for i in range(20)}
-    async with serving(engine, media=options(image=20)) as client:
+    async with serving(engine, **options(image=20)) as client:
         await ask(client, *(url_part(host.url(f"/{i}")) for i in range(20)))
         assert len(engine.requests[-1].media) == 20
         assert 1 < most <= prompts.MAX_FETCHES
@@ -409,8 +409,8 @@ async def test_sec_02_local_files(engine, tmp_path):
     async with serving(engine) as client:
         for source in sources:
             await assert_rejected(client, body(url_part(source)), match="messages[0].content[0]: local files")
-    media = MediaOptions(policy=MediaPolicy(allowed_local_path=allowed))
-    async with serving(engine, media=media) as client:
+    access = MediaAccessSettings(allowed_local_media_path=allowed)
+    async with serving(engine, access=access) as client:
         for source in sources:
             await ask(client, url_part(source), "What is it?")
             assert seen_media(engine) == [("image", RED)]

@@ -12,10 +12,11 @@ from aiohttp.abc import AbstractResolver
 
 from omni_jax.requests import InvalidRequest
 from serving.http import media
-from serving.http.media import MediaOptions, MediaPolicy, fetch, is_public, open_session, read
+from serving.http.media import fetch, is_public, open_session, read
+from serving.http.settings import MediaAccessSettings, MediaSettings
 from tests.serving.listener import listening, redirect, response
 
-PRIVATE = {"allow_private_addresses": True}
+PRIVATE = {"allow_private_media_addresses": True}
 DATA = bytes(range(256)) * 5
 
 
@@ -40,7 +41,7 @@ class TableResolver(AbstractResolver):
 
 
 async def get(source: str, names: TableResolver | None = None, **policy) -> bytes:
-    made = MediaPolicy(**policy)
+    made = MediaAccessSettings(**policy)
     async with open_session(made, names) as session:
         return await fetch(source, made, session)
 
@@ -142,7 +143,7 @@ async def test_sec_01_dns_rebinding(host, public):
         outer.port, port = host.port, outer.port
         outer.answers["/a"] = response(b"fine", Connection="close")
         names = TableResolver(evil_test=["127.0.0.2", "127.0.0.1"])
-        policy = MediaPolicy()
+        policy = MediaAccessSettings()
         async with open_session(policy, names) as session:
             assert await fetch(f"http://evil.test:{port}/a", policy, session) == b"fine"
             with pytest.raises(InvalidRequest, match="public"):
@@ -179,7 +180,7 @@ async def test_sec_01_domains_are_checked_on_each_redirect(host):
     names = TableResolver(
         good_test="127.0.0.1", other_test="127.0.0.1", sub_good_test="127.0.0.1", xn__bcher_kva_test="::1"
     )
-    allowed = {"allowed_domains": ("Good.test.",), **PRIVATE}
+    allowed = {"allowed_media_domains": ("Good.test.",), **PRIVATE}
     assert await get(host.url("/a", "good.test"), names, **allowed) == DATA
     assert await get(host.url("/a", "GOOD.test."), names, **allowed) == DATA
     before = host.connections
@@ -190,7 +191,7 @@ async def test_sec_01_domains_are_checked_on_each_redirect(host):
     await assert_rejected(host.url("/r", "good.test"), names, match=r"other\.test", **allowed)
     assert host.paths.count("/a") == 2
     await assert_rejected(
-        "http://good.test/a", names, match="public", allowed_domains=("good.test",)
+        "http://good.test/a", names, match="public", allowed_media_domains=("good.test",)
     )  # because of its private address
 
 
@@ -246,7 +247,7 @@ async def test_proxies_netrc_and_cookies_are_ignored(host, monkeypatch, tmp_path
         (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
         monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
         host.answers["/a"] = response(DATA, Set_Cookie="a=b; Path=/")
-        policy = MediaPolicy(**PRIVATE)
+        policy = MediaAccessSettings(**PRIVATE)
         async with open_session(policy) as session:
             assert [await fetch(host.url("/a"), policy, session) for _ in range(2)] == [DATA, DATA]
     assert proxy.connections == 0
@@ -333,7 +334,7 @@ async def test_mm_09_hosts_that_fail(host):
 async def test_mm_09_the_timeout_is_for_the_whole_item(host, answer):
     host.answers["/slow"] = answer
     async with asyncio.timeout(10):
-        await assert_rejected(host.url("/slow"), match=r"within the 0\.2 s", timeout=0.2, **PRIVATE)
+        await assert_rejected(host.url("/slow"), match=r"within the 0\.2 s", media_timeout=0.2, **PRIVATE)
     assert (host.connections, len(host.requests)) == (1, 1)
 
 
@@ -343,7 +344,7 @@ async def test_mm_09_the_timeout_includes_redirects(host):
         writer.write(redirect("/slow"))
 
     host.answers["/slow"] = pause
-    await assert_rejected(host.url("/slow"), match=r"0\.4 s", timeout=0.4, max_redirects=1000, **PRIVATE)
+    await assert_rejected(host.url("/slow"), match=r"0\.4 s", media_timeout=0.4, max_media_redirects=1000, **PRIVATE)
     assert len(host.requests) < 5
 
 
@@ -355,7 +356,7 @@ async def test_mm_09_a_host_that_accepts_no_connection():
                 filler = fillers.enter_context(socket.socket())
                 filler.setblocking(False)
                 filler.connect_ex(address)
-            await assert_rejected(f"http://127.0.0.1:{address[1]}/", timeout=0.2, **PRIVATE)
+            await assert_rejected(f"http://127.0.0.1:{address[1]}/", media_timeout=0.2, **PRIVATE)
 
 
 async def test_mm_09_the_size_limit_applies_while_the_body_arrives(host):
@@ -368,9 +369,11 @@ async def test_mm_09_the_size_limit_applies_while_the_body_arrives(host):
         "/fits": response(b"x" * 100_000),
     }
     for path in ("/endless", "/chunks", "/declared"):
-        await assert_rejected(host.url(path), match="100000 bytes", max_bytes=100_000, timeout=60, **PRIVATE)
+        await assert_rejected(
+            host.url(path), match="100000 bytes", max_media_bytes=100_000, media_timeout=60, **PRIVATE
+        )
     assert len(sent) * 32768 < 50 * 2**20  # the buffers of the sockets
-    assert len(await get(host.url("/fits"), max_bytes=100_000, **PRIVATE)) == 100_000
+    assert len(await get(host.url("/fits"), max_media_bytes=100_000, **PRIVATE)) == 100_000
 
 
 async def test_mm_09_truncated_responses(host):
@@ -412,7 +415,7 @@ async def test_a_cancelled_fetch_closes_its_connection(host):
         disconnected.set()
 
     host.answers["/x"] = watch
-    policy = MediaPolicy(timeout=60, **PRIVATE)
+    policy = MediaAccessSettings(media_timeout=60, **PRIVATE)
     async with open_session(policy) as session:
         task = asyncio.create_task(fetch(host.url("/x"), policy, session))
         while not host.requests:
@@ -450,10 +453,10 @@ def test_mm_03_variants_of_base64(size):
             ";base64",
             "x/y;base64 ",
         ):
-            assert read(f"data:{header},{text}", MediaPolicy()) == data
-    assert read("DATA:image/png;base64," + plain, MediaPolicy()) == data
+            assert read(f"data:{header},{text}", MediaAccessSettings()) == data
+    assert read("DATA:image/png;base64," + plain, MediaAccessSettings()) == data
     escaped = urllib.parse.quote_from_bytes(data)
-    assert read(f"data:image/png,{escaped}", MediaPolicy()) == data
+    assert read(f"data:image/png,{escaped}", MediaAccessSettings()) == data
 
 
 SECRET = "c2VjcmV0IHBheWxvYWQ"
@@ -487,13 +490,13 @@ def test_mm_03_padding_before_the_end_is_rejected_at_every_chunk_boundary():
     for size in range(2**18 - 5, 2**18 + 5):
         text = "A" * size + "=" * (-size % 4)
         with pytest.raises(InvalidRequest, match="base64"):
-            read("data:;base64," + text + ("=" if size % 4 == 0 else "") + "QQ", MediaPolicy())
+            read("data:;base64," + text + ("=" if size % 4 == 0 else "") + "QQ", MediaAccessSettings())
 
 
 async def test_the_size_limit_applies_to_data_uris():
     source = "data:;base64," + base64.b64encode(bytes(1001)).decode()
-    await assert_rejected(source, match="1001 bytes", max_bytes=1000)
-    assert await get(source, max_bytes=1001) == bytes(1001)
+    await assert_rejected(source, match="1001 bytes", max_media_bytes=1000)
+    assert await get(source, max_media_bytes=1001) == bytes(1001)
 
 
 # -- SEC-02 -----------------------------------------------------------------------------------------------------------
@@ -536,7 +539,7 @@ async def test_sec_02_files_in_the_allowed_directory(files, tmp_path):
             (f"{files}/in", b"images/a b.png"),
             (f"{tmp_path}/link/in", b"images/a b.png"),
         ):
-            assert await get(source, allowed_local_path=root) == data
+            assert await get(source, allowed_local_media_path=root) == data
 
 
 async def test_sec_02_other_files_are_rejected_with_one_message(files, tmp_path):
@@ -555,11 +558,11 @@ async def test_sec_02_other_files_are_rejected_with_one_message(files, tmp_path)
         *(f"{files}/a b.png\x00", f"file://{files}/a%00b", f"{files}/" + "x" * 5000, "x/" * 3000, f"{files}/a b.png/x"),
     ):
         async with asyncio.timeout(10):
-            messages.add(await assert_rejected(source, match="local file", allowed_local_path=files))
+            messages.add(await assert_rejected(source, match="local file", allowed_local_media_path=files))
     assert len(messages) == 1
     for source in (f"file://host{files}/in", f"file:{files}/in", "file:in", "file://in", "file:", "file://"):
-        await assert_rejected(source, match="file: URL", allowed_local_path=files)
-    await assert_rejected("in", match="13 bytes", allowed_local_path=files, max_bytes=13)
+        await assert_rejected(source, match="file: URL", allowed_local_media_path=files)
+    await assert_rejected("in", match="13 bytes", allowed_local_media_path=files, max_media_bytes=13)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -568,14 +571,20 @@ async def test_sec_02_other_files_are_rejected_with_one_message(files, tmp_path)
 def test_invalid_settings(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for wrong in (
-        *({"allowed_domains": (name,)} for name in ("", " ", "http://a.test", "a.test/x", "a.test:80", "*.a", "u@a")),
-        *({"allowed_local_path": path} for path in (tmp_path / "file", tmp_path / "nothing")),
-        *({"timeout": seconds} for seconds in (0, -1, float("inf"), float("nan"))),
+        *(
+            {"allowed_media_domains": (name,)}
+            for name in ("", " ", "http://a.test", "a.test/x", "a.test:80", "*.a", "u@a")
+        ),
+        *({"allowed_local_media_path": path} for path in (tmp_path / "file", tmp_path / "nothing")),
+        *({"media_timeout": seconds} for seconds in (0, -1, float("inf"), float("nan"))),
     ):
         with pytest.raises(ValueError, match="media"):
-            MediaPolicy(**wrong)
-    assert MediaPolicy(allowed_domains=("Bücher.test.", "::1")).allowed_domains == ("xn--bcher-kva.test", "::1")
+            MediaAccessSettings(**wrong)
+    assert MediaAccessSettings(allowed_media_domains=("Bücher.test.", "::1")).allowed_media_domains == (
+        "xn--bcher-kva.test",
+        "::1",
+    )
     for limits in ({"image": -1}, {"audio": 1}, {"image": 1.5}, {"video": True}):
         with pytest.raises(ValueError, match="limit"):
-            MediaOptions(limits=limits)
-    assert MediaOptions(limits={"image": 0}).limits == {"image": 0, "video": 1}
+            MediaSettings(limit_mm_per_prompt=limits)
+    assert MediaSettings(limit_mm_per_prompt={"image": 0}).limit_mm_per_prompt == {"image": 0, "video": 1}

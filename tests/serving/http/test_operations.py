@@ -6,6 +6,7 @@ import re
 import pytest
 
 from serving.http.server import OPEN_PATHS, make_app
+from serving.http.settings import SecuritySettings, ServerSettings
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, FakeInfo
 from tests.serving.http.test_streaming import wait_until
@@ -24,7 +25,7 @@ async def metrics(client) -> dict[str, float]:
 
 async def test_op_03_all_routes_but_the_open_ones_require_the_key():
     key = "s3cret-kéy"
-    async with serving(FakeEngine(), api_keys=["other", key]) as client:
+    async with serving(FakeEngine(), api_key=["other", key]) as client:
         routes = {(r.method, r.resource.canonical) for r in make_app_routes()}
         assert len(routes) >= 9
         wrong = [
@@ -52,12 +53,12 @@ async def test_op_03_all_routes_but_the_open_ones_require_the_key():
 
 
 def make_app_routes():
-    return list(make_app(FakeEngine(), served_model_names=["fake"]).router.routes())
+    return list(make_app(FakeEngine(), settings=ServerSettings(served_model_name=("fake",))).router.routes())
 
 
 def test_an_empty_key_is_rejected_at_start_up():
     with pytest.raises(ValueError, match="must not be empty"):
-        make_app(FakeEngine(), served_model_names=["fake"], api_keys=[""])
+        SecuritySettings(api_key=("",))
 
 
 async def test_op_02_health_reports_a_dead_engine(client, engine):

@@ -30,7 +30,7 @@ async def real_server(loaded, **limits):
         engine = AsyncEngine(EngineConfig(model_dir=model_dir))
         await engine.start()
     try:
-        async with serving(engine, served_model_names=[MODEL], max_body_size=1 << 16) as client:
+        async with serving(engine, served_model_name=[MODEL], max_body_size=1 << 16) as client:
             yield engine, client
     finally:
         await engine.stop()

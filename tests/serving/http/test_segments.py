@@ -10,15 +10,13 @@ from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import Event
 from omni_jax.segments import check_cover
-from serving.http.media import MediaOptions, MediaPolicy
-from serving.http.segment_options import SegmentOptions
+from serving.http.settings import MediaAccessSettings
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, vision_engine
 from tests.serving.http.test_operations import metrics
 from tests.serving.http.test_validation import CHAT, COMPLETIONS, HELLO, assert_rejected
 from tests.serving.images import RED, body, image
 
-ALLOWED = SegmentOptions(allow_request_policy=True)
 TEXT = "One sentence here. Another one there! And is this the third?"
 
 
@@ -57,7 +55,7 @@ async def test_invalid_objectives_are_rejected_by_name(client, engine, path, fie
 
 
 async def test_requests_set_the_segment_policy_if_allowed(engine):
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         for ask in (client.chat, client.complete):
             assert (await ask(TEXT))[0] == 200
             assert len(engine.requests[-1].segments) == 1
@@ -74,7 +72,7 @@ async def test_requests_set_the_segment_policy_if_allowed(engine):
 async def test_regions_of_an_image_are_segments():
     engine = vision_engine()
     policy = {"policy": "by_region", "regions": {"top": [0, 0, 1, 0.5], "bottom": [0, 0.5, 1, 1]}}
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         status, answer = await client.post(CHAT, body(image(RED), segment_policy=policy))
         assert status == 200, answer
     (request,) = engine.requests
@@ -116,7 +114,7 @@ async def test_segment_policies_are_rejected_unless_allowed(client, engine, path
     ],
 )
 async def test_errors_of_invalid_segment_policies_list_the_valid_ones(engine, path, policy, match):
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         golden = await client.chat()
         body = {"messages": HELLO, "prompt": "hello", "segment_policy": policy}
         error = await assert_rejected(client, path, body, param="segment_policy", match=match)
@@ -128,7 +126,7 @@ async def test_errors_of_invalid_segment_policies_list_the_valid_ones(engine, pa
 async def test_requests_cannot_run_custom_functions(engine, tmp_path, monkeypatch):
     (tmp_path / "never_imported.py").write_text("def cut(view): return [(0, view.length)]")
     monkeypatch.syspath_prepend(tmp_path)
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         for policy in ("never_imported:cut", {"policy": "never_imported:cut"}, {"text": "never_imported:cut"}):
             body = {"messages": HELLO, "segment_policy": policy}
             await assert_rejected(client, CHAT, body, param="segment_policy", match="by_modality")
@@ -138,8 +136,8 @@ async def test_requests_cannot_run_custom_functions(engine, tmp_path, monkeypatc
 async def test_invalid_objectives_and_policies_are_rejected_before_any_fetch(host):
     engine = vision_engine()
     part = {"type": "image_url", "image_url": {"url": host.url("/red.png")}}
-    options = MediaOptions(policy=MediaPolicy(allow_private_addresses=True))
-    async with serving(engine, segments=ALLOWED, media=options) as client:
+    access = MediaAccessSettings(allow_private_media_addresses=True)
+    async with serving(engine, allow_request_segment_policy=True, access=access) as client:
         for wrong in ({"ttft_ms": -1}, {"segment_policy": "by_page"}):
             await assert_rejected(client, CHAT, body(part, **wrong))
         assert host.connections == 0
@@ -152,7 +150,7 @@ async def test_invalid_objectives_and_policies_are_rejected_before_any_fetch(hos
 )
 async def test_a_custom_policy_that_fails_is_a_400(engine, name, match):
     engine.segment_policy = f"tests.serving.custom_functions:{name}"
-    async with serving(engine, segments=SegmentOptions(policy=engine.segment_policy)) as client:
+    async with serving(engine, segment_policy=engine.segment_policy) as client:
         for path in (CHAT, COMPLETIONS):
             await assert_rejected(
                 client, path, {"messages": HELLO, "prompt": "hello"}, param="segment_policy", match=match
@@ -164,7 +162,7 @@ async def test_a_custom_policy_that_fails_is_a_400(engine, name, match):
 
 async def test_a_custom_policy_that_fails_for_some_prompts_serves_the_others(engine):
     engine.segment_policy = "tests.serving.custom_functions:sometimes"
-    async with serving(engine, segments=SegmentOptions(policy=engine.segment_policy)) as client:
+    async with serving(engine, segment_policy=engine.segment_policy) as client:
         answers = await asyncio.gather(*(client.complete(text) for text in ("good", "bad one", "fine", "a bad end")))
         assert [status for status, _ in answers] == [200, 400, 200, 400]
         assert (await client.get("/stats"))[1]["segments"]["by_policy"] == {"custom": {"prompts": 2, "segments": 2}}
@@ -189,7 +187,7 @@ def fill(recorder) -> None:
 
 async def test_stats_of_requests_segments_events_and_policies(engine):
     fill(engine.recorder)
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         await client.chat(TEXT)
         await client.complete(TEXT, segment_policy={"policy": "by_length", "max_length": 7})
         await client.complete(TEXT, segment_policy={"text": "by_sentence"})
@@ -215,7 +213,7 @@ async def test_stats_of_a_new_server(client):
 
 async def test_metrics_have_the_figures_of_stats_and_a_bounded_number_of_series(engine):
     fill(engine.recorder)
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         for n in range(5):
             await client.complete(TEXT, priority=n, segment_policy={"policy": "by_length", "max_length": 7 + n})
         samples = await metrics(client)
@@ -238,7 +236,7 @@ async def test_metrics_have_the_figures_of_stats_and_a_bounded_number_of_series(
 
 
 async def test_stats_require_the_key(engine):
-    async with serving(engine, api_keys=["k"]) as client:
+    async with serving(engine, api_key=["k"]) as client:
         assert (await client.get("/stats"))[0] == 401
         status, stats = await client.get("/stats", headers={"Authorization": "Bearer k"})
         assert status == 200
