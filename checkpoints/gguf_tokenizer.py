@@ -78,10 +78,10 @@ class Metadata:
     def sequence(self, key: str) -> list:
         return self._typed(key, _MISSING, list, "an array")
 
-    def _typed(self, key, default, kind, wanted) -> Any:
+    def _typed(self, key, default, kind, expected) -> Any:
         value = self.value(key, default)
         if value is not default and not isinstance(value, kind):
-            raise CheckpointError(f"the GGUF metadata {key} must be {wanted}, got {str(value)[:80]!r}")
+            raise CheckpointError(f"the GGUF metadata {key} must be {expected}, got {str(value)[:80]!r}")
         return value
 
 

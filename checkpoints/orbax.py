@@ -97,16 +97,16 @@ class OrbaxWeights:
         import jax.numpy as jnp
 
         stored = self.tensors[name].dtype
-        wanted = stored if dtype is None else np.dtype(dtype)
-        if wanted != stored:
-            floating = all(jnp.issubdtype(each, jnp.floating) for each in (wanted, stored))
+        expected = stored if dtype is None else np.dtype(dtype)
+        if expected != stored:
+            floating = all(jnp.issubdtype(each, jnp.floating) for each in (expected, stored))
             if not (cast and floating):
                 hint = "only floating point tensors can be cast" if cast else "pass cast=True to convert it"
-                raise CheckpointError(f"tensor {name!r} is {stored}, expected {wanted}: {hint}")
-        if jax.dtypes.canonicalize_dtype(wanted) != wanted:
-            raise ValueError(f"tensor {name!r} is {wanted}, which JAX supports only with jax_enable_x64")
+                raise CheckpointError(f"tensor {name!r} is {stored}, expected {expected}: {hint}")
+        if jax.dtypes.canonicalize_dtype(expected) != expected:
+            raise ValueError(f"tensor {name!r} is {expected}, which JAX supports only with jax_enable_x64")
         return jax.make_array_from_callback(
-            self.tensors[name].shape, sharding, lambda index: self.read(name, index or ()).astype(wanted, copy=False)
+            self.tensors[name].shape, sharding, lambda index: self.read(name, index or ()).astype(expected, copy=False)
         )
 
 

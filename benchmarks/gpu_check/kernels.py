@@ -73,7 +73,7 @@ def decode(section: Section) -> None:
 
 def _decode_candidates(case: Case, sizes: dict[str, int], kind: str) -> Iterable[DecodeSettings]:
     """Yield the current settings, then others near them."""
-    usual = decode_settings(kind, rows=case.rows, most_tokens=case.context, **sizes)
+    usual = decode_settings(kind, rows=case.rows, max_context=case.context, **sizes)
     yield usual
     for key_tile, num_warps, num_stages in (
         *((32, 2, 3), (32, 4, 4), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3)),
@@ -108,7 +108,7 @@ def prefill(section: Section) -> None:
 
 
 def _mixed_candidates(case: Case, sizes: dict[str, int], kind: str) -> Iterable[MixedSettings]:
-    usual = mixed_settings(kind, tokens=case.rows * case.queries, rows=case.rows, most_tokens=case.context, **sizes)
+    usual = mixed_settings(kind, tokens=case.rows * case.queries, rows=case.rows, max_context=case.context, **sizes)
     yield usual
     for query_tile, key_tile, num_warps, num_stages in (
         *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 4, 3), (128, 32, 8, 3)),

@@ -139,7 +139,7 @@ def _chosen(name: str, device: Any, case: Case) -> dict[str, str]:
             kv_heads=kv_heads,
             dtype=jnp.dtype(case.dtype),
             kv_cache_dtype=case.kv_cache_dtype,
-            asked=name,
+            backend=name,
         )
     except ValueError as error:
         return {"unsupported": str(error)}

@@ -5,7 +5,7 @@ from typing import Any
 
 from kernels_pallas.paged_attention import PagedKernels
 from kernels_pallas.paged_attention.choose import choose
-from kernels_pallas.paged_attention.self_test import BrokenDevice, self_test, without
+from kernels_pallas.paged_attention.self_test import BrokenDevice, replace_failed, self_test
 from omni_jax.models import ModelConfig
 from omni_jax.requests import EngineError
 
@@ -39,7 +39,7 @@ def choose_kernels(
         kv_heads=model.num_key_value_heads,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
-        asked=backend,
+        backend=backend,
     )
     try:
         failures = self_test(
@@ -61,6 +61,6 @@ def choose_kernels(
     fallbacks += tuple(f"{op} uses XLA, as a kernel failed its self-test: {fault}" for op, fault in failures.items())
     for fallback in fallbacks:
         logger.warning("attention is slower than it could be: %s", fallback)
-    kernels = without(kernels, failures)
+    kernels = replace_failed(kernels, failures)
     logger.info("attention: decode %s, mixed %s, write %s", kernels.decode, kernels.mixed, kernels.write)
     return kernels, fallbacks

@@ -13,7 +13,7 @@ import numpy as np
 
 from checkpoints.reader import Checkpoint
 from kernels_pallas.paged_attention import PagedKernels
-from kernels_pallas.paged_attention.choose import addressable
+from kernels_pallas.paged_attention.choose import addressable_pages
 from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.kernels import choose_kernels
@@ -287,7 +287,7 @@ def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, k
     # Round the need up and the room down, so that a cache that is just large enough stays large enough.
     num_pages = min(round_pages(memory // per_block), round_pages(max_num_seqs * longest + 1, up=True))
     page = part_of(model, mesh.shape[MODEL]).num_key_value_heads, block_size, model.head_dim
-    num_pages = round_pages(addressable(kernels, num_pages, page, quantised=config.kv_cache_dtype == "int8"))
+    num_pages = round_pages(addressable_pages(kernels, num_pages, page, quantised=config.kv_cache_dtype == "int8"))
     held = (num_pages - 1) * block_size
     if held < (config.max_model_len or 1):
         needed = round_pages(longest + 1, up=True) * per_block

@@ -233,16 +233,16 @@ def _untie_different_head(stored: _Stored, config: ModelConfig) -> ModelConfig:
 
 
 def _check(stored: _Stored, config: ModelConfig, sources: Iterable[Source]) -> None:
-    wanted = {name for source in sources for name in source.tensors}
+    expected = {name for source in sources for name in source.tensors}
     given = set(stored.names)
     if config.tie_word_embeddings:
         given.discard("lm_head.weight")  # equal to the embedding, see _untie_different_head
-    faults = [f"missing tensor {name}" for name in sorted(wanted - given)]
-    if "lm_head.weight" in wanted - given:
+    faults = [f"missing tensor {name}" for name in sorted(expected - given)]
+    if "lm_head.weight" in expected - given:
         faults.append("config.json has tie_word_embeddings=false: set it to true if the output is the embedding")
     faults += [
         f"tensor {stored.names[name]} {list(stored.shape(name))} is not part of {config.architecture}"
-        for name in sorted(given - wanted)
+        for name in sorted(given - expected)
     ]
     if faults:
         raise CheckpointError(faults)

@@ -153,13 +153,13 @@ TYPED = (
 @pytest.mark.parametrize("typed", TYPED)
 @pytest.mark.parametrize("order", ["before", "after", "both", "system", "other turn"])
 def test_tok_04_placeholders_in_client_text_are_text(vision_tokenizer, vision, typed, order):
-    said = text(f"see {typed} here")
+    part = text(f"see {typed} here")
     messages = {
-        "before": [user(said, IMAGE)],
-        "after": [user(IMAGE, said)],
-        "both": [user(said, IMAGE, said)],
-        "system": [{"role": "system", "content": said["text"]}, user(IMAGE)],
-        "other turn": [user(said), {"role": "assistant", "content": said["text"]}, user(IMAGE)],
+        "before": [user(part, IMAGE)],
+        "after": [user(IMAGE, part)],
+        "both": [user(part, IMAGE, part)],
+        "system": [{"role": "system", "content": part["text"]}, user(IMAGE)],
+        "other turn": [user(part), {"role": "assistant", "content": part["text"]}, user(IMAGE)],
     }[order]
     prompt = chat_prompt(vision_tokenizer, vision, messages, [B])
     [span] = prompt.media
