@@ -1,6 +1,6 @@
 # make demo        install, fetch a small model, serve it, ask it eight questions at once
 # make test        install what the tests need and run all that are not marked `full` (see docs/testing.md)
-# make test-full   the others: long, wide or rare
+# make test-full   the others: long or rare; and ten times the examples of every property
 # make lint        ruff and pyright
 # make soak        a million calls of the block pool, and scheduler properties over a million steps (SOAK="--seed 1 ...")
 # make docs        build the documentation site into build/site, and fail at broken links
@@ -43,6 +43,7 @@ test: $(VENV)/.installed-test
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m checkpoints.demo_model
 	$(BIN)/python -m pytest -n $(WORKERS) -m full
+	$(BIN)/python -m pytest -n $(WORKERS) -m "hypothesis and not full" --wide --timeout=3000
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.memory.soak
@@ -94,7 +95,8 @@ gpu-proof-oldest: .venv-gpu-proof-oldest/.installed
 		--only '^triton.*/h100/d(64|128)-p16-g7-bfloat16$$'
 
 gpu-proof-tests: .venv-gpu-proof/.installed
-	.venv-gpu-proof/bin/python -m pytest -n $(WORKERS) tests/benchmarks/test_gpu_proof.py tests/kernels_pallas/test_aot.py
+	.venv-gpu-proof/bin/python -m pytest -n $(WORKERS) tests/benchmarks/test_gpu_proof.py tests/kernels_pallas/test_aot.py \
+		tests/planner/test_compiled.py
 
 clean:
 	rm -rf .venv .venv-goldens .venv-newest .venv-gpu-proof .venv-gpu-proof-oldest .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

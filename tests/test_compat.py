@@ -9,6 +9,8 @@ from jax._src import lru_cache
 
 from omni_jax import compat
 
+pytestmark = pytest.mark.smoke
+
 PROGRAM = """
 import sys
 from pathlib import Path

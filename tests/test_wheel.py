@@ -15,6 +15,8 @@ from packaging.utils import canonicalize_name
 
 from tests.tiny import write_tiny
 
+pytestmark = pytest.mark.smoke
+
 ROOT = Path(__file__).resolve().parents[1]
 IMPORT_ALL = """
 import importlib, json, pkgutil

@@ -15,6 +15,8 @@ from omni_jax.engine.config import EngineConfig
 from omni_jax.requests import EngineError, InvalidRequest, SamplingParams, Unavailable
 from tests.engines import Answer, greedy, load_tiny, make_engine, request, run, sharing
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(scope="module")
 def main():

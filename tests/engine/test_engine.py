@@ -8,6 +8,8 @@ from omni_jax.requests import EngineError, InvalidRequest, SamplingParams
 from tests import tiny
 from tests.engines import alone, assert_idle, greedy, load_tiny, make_engine, request, run
 
+pytestmark = pytest.mark.smoke
+
 EOS, OTHER_EOS = tiny.EOS_IDS
 
 

@@ -6,6 +6,8 @@ from omni_jax.requests import Request, SamplingParams
 from tests import tiny
 from tests.engines import Answer, alone, greedy, load_tiny, make_engine, request, run
 
+pytestmark = pytest.mark.smoke
+
 TOLERANCE = 1e-4  # for log-probabilities in float32
 
 REQUESTS = {

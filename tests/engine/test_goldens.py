@@ -7,6 +7,8 @@ from tests import tiny
 from tests.engines import greedy, load_tiny, make_engine, request, run
 from tests.goldens import make
 
+pytestmark = pytest.mark.smoke
+
 TOLERANCE = 1e-4
 
 

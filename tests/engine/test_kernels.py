@@ -16,6 +16,8 @@ from omni_jax.requests import EngineError
 from tests import tiny
 from tests.engines import load_tiny
 
+pytestmark = pytest.mark.smoke
+
 H100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
 
 TRITON = PagedKernels(decode="triton", mixed="triton", write="triton")

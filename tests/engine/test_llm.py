@@ -9,6 +9,8 @@ from tests import tiny
 from tests.engines import assert_idle, greedy, load_tiny, sharing
 from tests.goldens import make
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture
 def llm():

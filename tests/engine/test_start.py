@@ -30,6 +30,8 @@ from tests.engines import (
     run,
 )
 
+pytestmark = pytest.mark.smoke
+
 
 def test_a_start_with_slightly_different_memory_only_hits_the_compilation_cache():
     first = load_tiny("main")

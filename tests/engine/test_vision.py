@@ -18,6 +18,8 @@ from tests import tiny_vl
 from tests.engines import SETUPS, alone, compile_tiny, greedy, load_tiny, make_engine, request, run, sharing
 from tests.goldens import make_vl
 
+pytestmark = pytest.mark.smoke
+
 TOLERANCE = 1e-4
 CASES = list(tiny_vl.CASES)
 

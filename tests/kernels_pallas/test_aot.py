@@ -16,6 +16,8 @@ from kernels_pallas.paged_attention import PagedBatch, triton_mixed
 from kernels_pallas.paged_attention.settings import MixedSettings
 from kernels_pallas.pallas import pl, triton
 
+pytestmark = pytest.mark.smoke
+
 PTXAS = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'paged_mixed' for 'sm_80'
 ptxas info    : Function properties for paged_mixed

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from kernels_pallas.kv_compaction import compact
 from kernels_pallas.paged_attention import PagedBatch, QuantPages, paged_attention, write_pages
 
+pytestmark = pytest.mark.smoke
+
 KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 16, 8, 8  # PAGES: maximum per sequence
 NUM_PAGES = 2 * PAGES + 1
 KINDS = ("float32", "uint16", "int8", "bfloat16")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from kernels_pallas.packed_attention import packed_attention, xla
 
+pytestmark = pytest.mark.smoke
+
 SLOTS, HEADS, HEAD_DIM, SCALE = 96, 6, 20, 0.3
 run = jax.jit(packed_attention, static_argnames=("scale", "longest", "implementation"))
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from kernels_pallas.paged_attention import PagedBatch, paged_attention, storage_dtype, write_kv, write_pages
 
+pytestmark = pytest.mark.smoke
+
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 PAGES_PER_ROW, TOKENS = 12, 96
 run = jax.jit(paged_attention, static_argnames=("scale", "window", "implementation"))

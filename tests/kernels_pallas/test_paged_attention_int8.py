@@ -13,6 +13,8 @@ from kernels_pallas.paged_attention import PagedBatch, QuantPages, paged_attenti
 from kernels_pallas.paged_attention.pages import quantise
 from tests.kernels_pallas.test_paged_attention import HEAD_DIM, HEADS, KV_HEADS, PAGES_PER_ROW, TOKENS, make_case, run
 
+pytestmark = pytest.mark.smoke
+
 write = jax.jit(write_pages)
 TINY, HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 lengths = st.lists(st.integers(1, PAGES_PER_ROW * 8), min_size=1, max_size=8)

@@ -7,6 +7,8 @@ from kernels_pallas.paged_attention import PagedKernels
 from kernels_pallas.paged_attention.choose import addressable_pages, choose
 from kernels_pallas.paged_attention.settings import TABLE, decode_settings, device_named, mixed_settings
 
+pytestmark = pytest.mark.smoke
+
 H100 = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0"}
 A100 = {"platform": "gpu", "device_kind": "NVIDIA A100-SXM4-80GB", "compute_capability": "8.0"}
 B200 = {"platform": "gpu", "device_kind": "NVIDIA B200", "compute_capability": "10.0"}

@@ -16,6 +16,8 @@ from kernels_pallas import pallas
 from kernels_pallas.paged_attention import PagedBatch, QuantPages, mosaic, paged_attention, reference
 from kernels_pallas.paged_attention.settings import DecodeSettings
 
+pytestmark = pytest.mark.smoke
+
 SCALE = 0.2
 interpreted = pytest.mark.skipif(pallas.NO_MOSAIC_INTERPRETER is not None, reason=str(pallas.NO_MOSAIC_INTERPRETER))
 

@@ -25,6 +25,8 @@ from kernels_pallas.paged_attention.settings import DecodeSettings, MixedSetting
 from kernels_pallas.paged_attention.triton_common import unsupported
 from tests.kernels_pallas.test_paged_attention_int8 import dequantised, quantised
 
+pytestmark = pytest.mark.smoke
+
 SCALE = 0.25
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2**-6, jnp.float16: 2**-9}
 NUM_PAGES = 48

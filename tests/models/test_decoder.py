@@ -16,6 +16,8 @@ from omni_jax.models.decoder import project
 from tests import tiny
 from tests.goldens import make
 
+pytestmark = pytest.mark.smoke
+
 
 def dense_attention(layer, query, key, value):
     """Causal attention over one whole sequence, without pages or tiles."""

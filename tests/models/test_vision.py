@@ -16,6 +16,8 @@ from omni_jax.models.config import VisionConfig
 from omni_jax.models.vision import Block, Merger, PatchBatch, PatchEmbed, attends_fully, rotary_2d, weight_sources
 from omni_jax.models.vision_layout import layout, longest_window, window_blocks
 
+pytestmark = pytest.mark.smoke
+
 COMMON = {
     "hidden_size": 32,
     "out_hidden_size": 24,

@@ -10,6 +10,7 @@ from omni_jax.planner.compiled import compiled_programs
 from omni_jax.planner.memory import Settings, estimated_programs
 
 pytestmark = [
+    pytest.mark.gpu_proof,
     pytest.mark.skipif(aot.available() is not None, reason=f"cannot compile for GPUs: {aot.available()}"),
     # JAX above 0.10 warns about the kernels that the engine uses.
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),

@@ -10,6 +10,8 @@ import pytest
 from omni_jax.runtime.executables import Job, compile_all
 from tests.engines import load_tiny
 
+pytestmark = pytest.mark.smoke
+
 
 def job(key, function, *shapes, donate=()):
     arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)

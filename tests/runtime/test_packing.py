@@ -7,6 +7,8 @@ import pytest
 
 from omni_jax.runtime.packing import RING, Layout, Ring
 
+pytestmark = pytest.mark.smoke
+
 LAYOUT = Layout(
     fields={
         "slot": ((), jnp.int32),

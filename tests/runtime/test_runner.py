@@ -13,6 +13,8 @@ from omni_jax.scheduling import Row, StepPlan
 from tests import tiny
 from tests.engines import alone, greedy, load_tiny, make_engine, request, run
 
+pytestmark = pytest.mark.smoke
+
 MIB = 1 << 20
 
 

@@ -8,6 +8,8 @@ import pytest
 from omni_jax.runtime import sampling
 from omni_jax.runtime.functions import StepSizes, rebuild_history
 
+pytestmark = pytest.mark.smoke
+
 VOCAB = 300  # not a multiple of the draw's blocks
 SWEEP = 4096
 UNIFORM = ((np.arange(SWEEP) + 0.5) / SWEEP).astype(np.float32)

@@ -15,7 +15,7 @@ from tests.virtual_devices import passes_on_eight_devices
 FILES = {file.stem.partition("_")[0]: file for file in Path(__file__).parent.glob("*_on_eight_devices.py")}
 
 
-@pytest.mark.parametrize("name", ["text", "caches", "vision"])
+@pytest.mark.parametrize("name", [pytest.param("text", marks=pytest.mark.smoke), "caches", "vision"])
 def test_on_eight_virtual_devices(name):
     passes_on_eight_devices(FILES[name])
 

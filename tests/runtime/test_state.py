@@ -12,6 +12,8 @@ from omni_jax.models import ModelConfig, model_config
 from omni_jax.runtime.state import abstract_pool, block_bytes
 from tests import tiny
 
+pytestmark = pytest.mark.smoke
+
 BF16 = jnp.dtype(jnp.bfloat16)
 
 

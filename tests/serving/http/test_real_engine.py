@@ -15,6 +15,8 @@ from tests.engines import load_tiny, sharing
 from tests.goldens import make
 from tests.serving.conftest import Client, serving
 
+pytestmark = pytest.mark.smoke
+
 PROMPT = tiny.prompt(33)
 MODEL = "tiny"
 
