@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -17,6 +17,8 @@ from rich.progress import (
 Report = Callable[[str, int, int], None]  # (current item, bytes done, total bytes)
 # (stage, done, total, current item); stages are "load", which counts bytes, and "compile", which counts executables
 StageReport = Callable[[str, int, int, str], None]
+
+START_SHARES = {"load": (0.0, 0.2), "compile": (0.2, 1.0)}  # parts of the bar of a start, by typical duration
 
 
 @contextlib.contextmanager
@@ -62,23 +64,26 @@ def _lines(title: str, console: Console) -> Iterator[Report]:
 
 @contextlib.contextmanager
 def stage_bars(console: Console | None = None) -> Iterator[StageReport | None]:
-    """Yield a function that reports the start of an engine, or None without a terminal, where the log is enough.
+    """Yield a function that reports stages, or None without a terminal, where the log is enough.
 
-    A stage's bar is shown until the stage is done, or until the context ends.
+    Loading and compiling share one bar, which ends when the engine can take requests. Any other stage has its own bar.
+    Bars are shown until they are full, or until the context ends.
     """
     console = console or Console(stderr=True)
     bars: dict[str, tuple[Progress, TaskID]] = {}
 
     def report(stage: str, done: int, total: int, item: str) -> None:
-        if stage not in bars:
-            count = DownloadColumn() if stage == "load" else MofNCompleteColumn()
-            columns = (TextColumn("{task.description}"), BarColumn(), count, TextColumn("[dim]{task.fields[item]}"))
-            progress = Progress(*columns, console=console, transient=True)
-            bars[stage] = progress, progress.add_task(stage, total=total, item=item)
+        start, stop = START_SHARES.get(stage, (0.0, 1.0))
+        title = "starting" if stage in START_SHARES else stage
+        if title not in bars:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            progress = Progress(*columns, TextColumn("[dim]{task.fields[item]}"), console=console, transient=True)
+            bars[title] = progress, progress.add_task(title, total=1.0, item=item)
             progress.start()
-        progress, task = bars[stage]
-        progress.update(task, completed=done, item=item)
-        if done >= total:
+        progress, task = bars[title]
+        share = start + (stop - start) * done / max(total, 1)
+        progress.update(task, completed=share, item=f"{_count(stage, done, total)} {item}")
+        if share >= 1.0:
             progress.stop()
 
     try:
@@ -86,3 +91,9 @@ def stage_bars(console: Console | None = None) -> Iterator[StageReport | None]:
     finally:
         for progress, _ in bars.values():
             progress.stop()
+
+
+def _count(stage: str, done: int, total: int) -> str:
+    if stage == "load":
+        return f"weights: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+    return f"compiled: {done} of {total}" if stage == "compile" else f"{done} of {total}"

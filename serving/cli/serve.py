@@ -69,6 +69,10 @@ def serve(
         from serving.cli.memory_summary import memory_summary
         from serving.http.server import make_app
 
+        logger.info(
+            "loading %s, then compiling: minutes at the first start, seconds from the compilation cache later",
+            model,
+        )
         logger.info("memory: %s", memory_summary(engine_settings))
         with stage_bars() as progress:
             return run_server(

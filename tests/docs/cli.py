@@ -9,9 +9,6 @@ from unittest import mock
 
 COMMANDS = ("serve", "generate", "chat", "convert", "check", "describe-images", "ablate", "kv-study", "plan", "version")
 
-# What the pages mention of a command line that is being written. Remove it once `not_here_yet` returns nothing.
-NOT_HERE_YET = {"chat": ("chat", None), "--config": ("serve", "--config"), "--version": (None, "--version")}
-
 
 def run(*arguments: str) -> tuple[int, str, str]:
     """Run `omni-jax` with these arguments. Returns the exit code, standard output and standard error."""
@@ -38,12 +35,3 @@ def flags(command: str | None) -> frozenset[str] | None:
     with mock.patch.dict("os.environ", {"COLUMNS": "240", "TERM": "dumb"}):
         code, out, _ = run(*([] if command is None else [command]), "--help")
     return frozenset(re.findall(r"(?<![\w-])--?[a-z][\w-]*", out)) if code == 0 else None
-
-
-def not_here_yet() -> list[str]:
-    """Names in NOT_HERE_YET that this tree does not have."""
-    return [
-        name
-        for name, (command, flag) in NOT_HERE_YET.items()
-        if (accepted := flags(command)) is None or (flag is not None and flag not in accepted)
-    ]

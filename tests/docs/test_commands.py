@@ -13,11 +13,9 @@ def test_commands_have_the_flags_they_are_given(page):
     for line in command_lines(code(page), "omni-jax"):
         words = re.sub(r"^(\w+=\S+ )+", "", line).split()
         accepted = cli.flags(words[1] if not words[1].startswith("-") else None)
-        if accepted is None and words[1] in cli.NOT_HERE_YET:
-            continue
         assert accepted is not None, f"{name(page)}: no such command: {line}"
         given = {word.partition("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
-        assert not given - accepted - set(cli.NOT_HERE_YET), f"{name(page)}: {line}"
+        assert not given - accepted, f"{name(page)}: {line}"
 
 
 @pytest.mark.parametrize("page", pages(), ids=name)
