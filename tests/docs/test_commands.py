@@ -1,6 +1,7 @@
 """Commands, flags and files that the pages mention exist. test_examples runs those of README and quickstarts."""
 
 import re
+import shlex
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.docs.markdown import ROOT, code, command_lines, name, pages
 @pytest.mark.parametrize("page", pages(), ids=name)
 def test_commands_have_the_flags_they_are_given(page):
     for line in command_lines(code(page), "omni-jax"):
-        words = re.sub(r"^(\w+=\S+ )+", "", line).split()
+        words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", line))
         accepted = cli.flags(words[1] if not words[1].startswith("-") else None)
         assert accepted is not None, f"{name(page)}: no such command: {line}"
         given = {word.partition("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}

@@ -193,7 +193,7 @@ class Page:
         assert code == 0, f"{where}: exit code {code}: {out}{err}"
 
     def _flags(self, command: str, where: str) -> None:
-        words = command.split()
+        words = shlex.split(command)
         accepted = cli.flags(words[words.index("omni-jax") + 1])
         assert accepted is not None, f"{where}: no such command"
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
