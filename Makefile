@@ -3,6 +3,7 @@
 # make test-full   the others: long or rare; and ten times the examples of every property
 # make lint        ruff and pyright
 # make soak        a million calls of the block pool, and scheduler properties over a million steps (SOAK="--seed 1 ...")
+# make docs        build the documentation site into build/site, and fail at broken links
 # make goldens     make the golden outputs again with transformers on torch
 # make goldens-check  the same, and compare only; nothing to do if their inputs are those of the last check
 # make bench-cpu   compare with the bare JAX loop and other engines on this machine (BENCH="--rounds 1 ..." for flags)
@@ -29,7 +30,7 @@ PROVER := $(shell $(NEWEST) -c "" 2>/dev/null && echo $(NEWEST) || echo $(PYTHON
 # Tests start many processes: none should compile our modules, and pytest its assertions, again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-full soak lint goldens goldens-check bench-cpu bench-vision bench-memory newest gpu-proof \
+.PHONY: demo test test-full soak lint docs goldens goldens-check bench-cpu bench-vision bench-memory newest gpu-proof \
 	gpu-proof-full gpu-proof-oldest gpu-proof-tests clean
 
 demo: $(VENV)/.installed
@@ -52,6 +53,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 goldens: .venv-goldens/.installed
 	.venv-goldens/bin/python tests/goldens/make.py
@@ -95,7 +99,7 @@ gpu-proof-tests: .venv-gpu-proof/.installed
 		tests/planner/test_compiled.py
 
 clean:
-	rm -rf .venv .venv-goldens .venv-newest .venv-gpu-proof .venv-gpu-proof-oldest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-goldens .venv-newest .venv-gpu-proof .venv-gpu-proof-oldest .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 
 # Each of these holds what the one before it holds.
 $(VENV)/.installed: pyproject.toml
@@ -108,6 +112,10 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed-test
 	.ci/install $(VENV) $(PYTHON) -e ".[test,dev]"
+	touch $@
+
+$(VENV)/.installed-docs: pyproject.toml
+	.ci/install $(VENV) $(PYTHON) -e ".[docs]"
 	touch $@
 
 # torch is no dependency of anything else here. pip installs it: only pip finds the wheel for CPUs that its settings name.

@@ -1,1 +1,1 @@
-"""Speed of the engine, measured beside other programs in interleaved rounds. Not part of the package."""
+"""Benchmarks of the engine, beside other programs in interleaved rounds. Not part of the package."""

@@ -1,5 +1,5 @@
-"""The models of benchmarks.cpu, as Hugging Face directories in the cache folder: trained SmolLM2, and a random model
-of Qwen2-0.5B's shape, whose weights are drawn by numpy from a seed.
+"""Models of benchmarks.cpu, as Hugging Face directories in the cache folder: SmolLM2, and random weights of
+Qwen2-0.5B's shape.
 """
 
 import json
@@ -40,29 +40,29 @@ QWEN2 = {
 
 
 def locate(model: str, directory: Path | None = None) -> Path:
-    """The directory of one of MODELS, made at the first call (SmolLM2 is fetched, see checkpoints.demo_model).
+    """Return the directory of one of MODELS, which the first call writes or downloads (see checkpoints.demo_model).
 
     Args:
-        directory: another Hugging Face directory of the same model, to be used instead.
+        directory: Hugging Face directory of the model that is used instead.
 
     Raises:
-        OSError: there is no room on the disk; the numbers are in the message.
+        OSError: the disk has too little space; the numbers are in the message.
     """
     if directory is not None:
         return directory
     if model == "smollm2":
         return demo_model()
-    return made(default_cache_dir() / "benchmarks" / "qwen2-0.5b-shape-1", QWEN2_BYTES, _write_qwen2)
+    return written(default_cache_dir() / "benchmarks" / "qwen2-0.5b-shape-1", QWEN2_BYTES, _write_qwen2)
 
 
-def made(directory: Path, nbytes: int, write: Callable[[Path], None]) -> Path:
-    """`directory`, if it holds a whole model; else `write` fills one that then takes its place.
+def written(directory: Path, nbytes: int, write: Callable[[Path], None]) -> Path:
+    """Return `directory`; if it holds no complete model, replace it by one that `write` fills.
 
     Args:
-        nbytes: about what the weights take.
+        nbytes: approximate bytes of the weights.
 
     Raises:
-        OSError: there is no room on the disk.
+        OSError: the disk has too little space.
     """
     if directory.is_dir() and not faults(directory):
         return directory
@@ -71,7 +71,7 @@ def made(directory: Path, nbytes: int, write: Callable[[Path], None]) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory.parent).free
     if free < 1.1 * nbytes:
-        raise OSError(f"{directory.parent} has {free:,} bytes free, the model {directory.name} takes {nbytes:,}")
+        raise OSError(f"{directory.parent} has {free:,} bytes free, but the model {directory.name} needs {nbytes:,}")
     partial.mkdir()
     try:
         write(partial)
@@ -91,8 +91,7 @@ def _write_qwen2(directory: Path) -> None:
 
 
 def byte_tokenizer(*specials: str) -> Tokenizer:
-    """Special tokens, then the 256 bytes: enough to show any ids below their number, and nothing is measured beyond
-    them."""
+    """Return a tokenizer of special tokens followed by the 256 bytes, without merges."""
     vocab = {token: i for i, token in enumerate((*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,7 +101,7 @@ def byte_tokenizer(*specials: str) -> Tokenizer:
 
 
 def draw(name: str, *shape: int, std: float, mean: float = 0.0) -> np.ndarray:
-    """float32 of a normal distribution; each name has its own."""
+    """Draw a float32 tensor from a normal distribution; the name is the seed."""
     generator = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
     tensor = generator.standard_normal(shape, np.float32)
     tensor *= np.float32(std)
@@ -111,14 +110,13 @@ def draw(name: str, *shape: int, std: float, mean: float = 0.0) -> np.ndarray:
 
 
 def linear(name: str, rows: int, columns: int, *, gain: float = 1.5, bias: float = 0.0) -> dict[str, np.ndarray]:
-    """A matrix [out, in] that keeps a stream near 1, and a bias of this deviation if it is to have one."""
+    """Draw a matrix [out, in] whose outputs stay near 1, and a bias with this standard deviation unless it is 0."""
     tensors = {f"{name}.weight": draw(f"{name}.weight", rows, columns, std=gain / np.sqrt(columns))}
     return tensors | ({f"{name}.bias": draw(f"{name}.bias", rows, std=bias)} if bias else {})
 
 
 def qwen2_weights(config: dict) -> dict[str, np.ndarray]:
-    """Qwen2 with a tied head, float32. Scaled so that activations stay near 1 and greedy output is not the same token
-    for ever."""
+    """Return random float32 weights of Qwen2 with a tied head, scaled so that greedy output varies."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     kv_size = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
     tensors = {"model.embed_tokens.weight": draw("model.embed_tokens.weight", config["vocab_size"], hidden, std=0.2)}

@@ -1,6 +1,4 @@
-"""The near end of a benchmark: starts contenders, each in a process of its own (see worker.py), and says what goes
-on.
-"""
+"""Starts contenders, each in its own process (see worker.py), and prints progress."""
 
 import json
 import os
@@ -13,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Worker:
-    """A contender in its process, at its near end. It computes only between a command and its answer."""
+    """A contender in its process. It computes only between a command and its answer."""
 
     def __init__(self, command: list[str], log: Path):
         self._log = log.open("w+")
@@ -52,13 +50,14 @@ class Worker:
             self._process.wait()
             self._log.seek(0)
             tail = "".join(self._log.readlines()[-20:])
-            raise SystemExit(f"{' '.join(self._process.args)} ended with {self._process.returncode}:\n{tail}")
+            code = self._process.returncode
+            raise SystemExit(f"{' '.join(self._process.args)} failed with exit code {code}:\n{tail}")
         return json.loads(line)
 
 
 _BEGIN = time.monotonic()
 
 
-def say(text: str, indent: int = 0) -> None:
-    """Progress, for whoever watches."""
+def log(text: str, indent: int = 0) -> None:
+    """Print a line of progress to standard error."""
     print(f"[{time.monotonic() - _BEGIN:5.0f} s] {'  ' * indent}{text}", file=sys.stderr, flush=True)

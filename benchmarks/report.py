@@ -1,4 +1,4 @@
-"""What was measured, as text: a description of the machine and tables in Markdown."""
+"""Results of benchmarks.cpu in Markdown, and the description of the machine for all benchmarks."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def machine() -> dict:
-    """CPU, its vector instructions, memory, Python, and the load before anything was started."""
+    """Return the CPU, its vector instructions, memory, Python, and the load before the start."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     flags = set(re.search(r"^flags\s*:(.*)$", cpuinfo, re.M)[1].split()) if "flags" in cpuinfo else set()
     name = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.M)
@@ -30,13 +30,13 @@ def machine() -> dict:
 
 
 def markdown(document: dict) -> str:
-    """The machine and, for each model and dtype, a table of decode and prefill with ratios."""
+    """Return the machine and, for each model and dtype, a table of decode and prefill with ratios."""
     lines = [machine_line(document["machine"])]
     for result in document["results"]:
         lines += ["", f"### {result['model']}, {result['dtype']}", ""]
         if result["dtype"] == "bfloat16" and not document["machine"]["vectors"]["avx512_bf16"]:
             lines += [
-                "This CPU has no bfloat16 instructions: every program converts before it multiplies.",
+                "This CPU has no bfloat16 instructions: every program converts bfloat16 before it multiplies.",
                 "",
             ]
         lines += _tables(result, document["steps"])
@@ -44,7 +44,7 @@ def markdown(document: dict) -> str:
 
 
 def line(row: dict) -> str:
-    """One case in one line, for progress."""
+    """Return a case in one line, for progress."""
     if row["kind"] == "long":
         return f"{row['title']}: {_long(row)}"
     series = [Series(**s) for s in row["series"]]
@@ -53,7 +53,7 @@ def line(row: dict) -> str:
 
 
 def machine_line(found: dict) -> str:
-    """What `machine` found, as a sentence."""
+    """Return the result of `machine` as a sentence."""
     vectors = ", ".join(f"{'' if there else 'no '}{flag}" for flag, there in found["vectors"].items())
     return (
         f"Machine: {found['cpu']}, {found['cores']} cores, {vectors}, {found['memory_gib']} GiB; "
@@ -117,7 +117,7 @@ def _notes(row: dict) -> list[str]:
                 first = min(found.values())
                 notes.append(f"{len(found)} rows differ from {name}, the first at token {first}")
         if not any(row["differences"].values()):
-            notes.append("all contenders made the same tokens")
+            notes.append("all contenders generated the same tokens")
     return [f"- {row['title']}: {'; '.join(notes)}"] if notes else []
 
 

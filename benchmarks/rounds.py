@@ -1,4 +1,4 @@
-"""Statistics of interleaved rounds, and what they are worth. No measuring here."""
+"""Statistics of interleaved rounds."""
 
 import dataclasses
 import math
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """One contender in one case.
+    """Rounds of a contender in a case.
 
     Attributes:
-        name: of the contender.
-        amount: tokens computed a round, or whatever else is counted.
-        seconds: of each round; round i of all contenders of a case were measured one right after another.
-        others: cores that other processes kept busy during each round.
+        name: name of the contender.
+        amount: tokens, or other units of work, in a round.
+        seconds: duration of each round; round i of all contenders of a case ran one right after another.
+        others: number of cores that other processes kept busy during each round.
     """
 
     name: str
@@ -24,16 +24,16 @@ class Series:
 
     @property
     def per_second(self) -> float:
-        """Median of the rounds."""
+        """Median speed over rounds."""
         return statistics.median(self.amount / seconds for seconds in self.seconds)
 
 
 def speedup(one: Series, other: Series) -> float:
-    """How many times as fast `one` is as `other`: the median over rounds of the ratio within the round, so that what
-    slows the machine for a while slows both.
+    """Return the speed of `one` over that of `other`: the median over rounds of the ratio within the round, so that a
+    slow phase of the machine affects both.
 
     Raises:
-        ValueError: they have different numbers of rounds.
+        ValueError: the numbers of rounds differ.
     """
     if len(one.seconds) != len(other.seconds) or not one.seconds:
         raise ValueError(
@@ -45,12 +45,12 @@ def speedup(one: Series, other: Series) -> float:
 
 
 def faster(series: list[Series]) -> Series:
-    """The one with most per second."""
+    """Return the series with the highest speed."""
     return max(series, key=lambda s: s.per_second)
 
 
 def first_difference(one: list[list[int]], other: list[list[int]]) -> dict[int, int]:
-    """Row -> place of the first token that differs, as far as both go; empty when all rows agree."""
+    """Return by row the position of the first token that differs, up to the shorter one's end."""
     if len(one) != len(other):
         raise ValueError(f"{len(one)} rows against {len(other)}")
     found = {}
@@ -62,23 +62,23 @@ def first_difference(one: list[list[int]], other: list[list[int]]) -> dict[int, 
 
 
 def long_row_ratio(mixed: float, short: float, alone: float) -> float:
-    """Cost of a long row among short ones against the cost of as many rows, all short, plus that of the long row alone.
-    All in seconds a step."""
+    """Return the step time of a long row among short ones, over that of as many short rows plus that of the long row
+    alone."""
     return mixed / (short + alone)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that so large a share of them does not exceed (nearest rank)."""
+    """Return the smallest value that at least this share of the values does not exceed (nearest rank)."""
     return sorted(values)[max(1, math.ceil(share * len(values))) - 1]
 
 
 def largest_gap_allowed(*, step: float, longest_slice: float) -> float:
-    """Seconds a stream may wait at most for its next token while images are in work: a plain step, and one slice of
-    the vision tower with half as much again for what comes with it."""
+    """Return the maximum seconds between two tokens of a stream while images are encoded: a plain step, and 1.5 times a
+    slice of the vision tower."""
     return step + 1.5 * longest_slice
 
 
 def largest_slice(images: Sequence[Sequence[float]]) -> float:
-    """Seconds of the longest slice of like images: the median over them of each one's longest, so that a slow moment
-    of the machine in one of them allows nothing."""
+    """Return the seconds of the longest slice: the median over images of each one's longest, so that a slow moment of
+    the machine does not count."""
     return statistics.median(max(slices) for slices in images)

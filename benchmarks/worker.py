@@ -1,6 +1,6 @@
-"""The far end of a benchmark: a process with one contender in it that does what it is told, a line of JSON at a time.
+"""Process of one contender of a benchmark: it runs commands, one line of JSON each.
 
-Only the standard library is imported: a contender may live in an environment that knows nothing of this project.
+It imports only the standard library, since a contender's environment may lack this project's dependencies.
 """
 
 import json
@@ -13,41 +13,41 @@ from typing import Any, Protocol
 
 
 class Contender(Protocol):
-    """What is measured. Its other public methods are commands: they take and return what JSON can say."""
+    """A program that is measured. Its other public methods are commands, with arguments and results of JSON values."""
 
     def describe(self) -> dict[str, Any]:
-        """What is being measured: at least "name" and "version"."""
+        """Return at least "name" and "version"."""
         ...
 
 
 class Continuer(Contender, Protocol):
-    """Something that continues token sequences greedily, all of them in one batch."""
+    """A contender that continues token sequences greedily, in one batch."""
 
     def open(self, prompts: list[list[int]], room: int) -> dict[str, Any]:
-        """Prepares (compiles) for these prompts and `room` tokens after each, then computes the first token of each.
+        """Prepare (compile) for the prompts and `room` tokens after each, then compute the first token of each.
 
         Returns:
-            {"seconds": until every sequence had its first token, preparation left out}.
+            {"seconds": time until every sequence had its first token, without preparation}.
         """
         ...
 
     def decode(self, steps: int) -> dict[str, Any]:
-        """Computes `steps` more tokens of each. At least {"seconds": ...}; nothing may go on computing behind it."""
+        """Compute `steps` more tokens of each sequence. Returns at least {"seconds": ...}, once nothing computes."""
         ...
 
     def close(self) -> dict[str, Any]:
-        """Forgets the sequences. {"tokens": those each of them has got}."""
+        """Drop the sequences. Returns {"tokens": output tokens of each}."""
         ...
 
 
 def serve(name: str, make: Callable[[], Contender]) -> None:
-    """Answers commands until standard input ends. The first line that is written says what the contender is.
+    """Run commands until standard input ends. The first line of output is the contender's description.
 
-    A command is {"do": a method's name, and its arguments}. Its answer is what the method returns, with "others", how
-    many cores other processes kept busy meanwhile, and "peak_mib".
+    A command is {"do": name of a method, and its arguments}. Its answer is the method's result with "others", the
+    number of cores that other processes kept busy, and "peak_mib".
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to the log
+    os.dup2(2, 1)  # output of libraries goes to the log
 
     def answer(**what):
         answers.write(json.dumps(what) + "\n")
@@ -67,14 +67,14 @@ def serve(name: str, make: Callable[[], Contender]) -> None:
 
 
 def peak_mib() -> int:
-    """Most memory this process has held, in MiB (VmHWM)."""
+    """Return the peak memory of this process in MiB (VmHWM)."""
     with open("/proc/self/status") as stream:
         line = next(line for line in stream if line.startswith("VmHWM"))
     return int(line.split()[1]) // 1024
 
 
 def _busy() -> tuple[float, float, float]:
-    """Seconds: the wall clock, all cores' busy time, this process's part of it."""
+    """Return seconds: wall clock, busy time of all cores, and this process's part of it."""
     with open("/proc/stat") as stream:
         user, nice, system, _, _, irq, softirq, *_ = map(int, stream.readline().split()[1:])
     used = resource.getrusage(resource.RUSAGE_SELF)

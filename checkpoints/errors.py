@@ -1,22 +1,22 @@
-"""The one error of this floor."""
+"""The error that every function of this package raises."""
 
 from collections.abc import Sequence
 
-_SHOWN = 20  # faults written out in the message; all are in the attribute
+_SHOWN = 20  # faults in the message; the attribute holds all of them
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, with everything that is wrong with it.
+    """A checkpoint cannot be used.
 
     Attributes:
-        faults: one sentence each.
+        faults: everything that is wrong with it, one sentence each.
     """
 
     def __init__(self, faults: Sequence[str] | str, *, what: str = ""):
         """
         Args:
             faults: what is wrong, one sentence each.
-            what: what they are faults of: the message's first line.
+            what: the first line of the message, which names the checkpoint.
         """
         self.faults = [faults] if isinstance(faults, str) else list(faults)
         shown = self.faults[:_SHOWN]

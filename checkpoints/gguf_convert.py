@@ -1,7 +1,7 @@
-"""A GGUF file becomes a Hugging Face directory: weights by stream, configuration and tokenizer from the metadata.
+"""Conversion of a GGUF file to a Hugging Face directory: streamed weights, config and tokenizer from the metadata.
 
 GGUF is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the `gguf` package parses and
-dequantises it. What is particular to an architecture is a row of ARCHITECTURES; the tokenizer is in gguf_tokenizer.py.
+dequantises it. ARCHITECTURES holds what differs by architecture; gguf_tokenizer.py converts the tokenizer.
 """
 
 import dataclasses
@@ -20,21 +20,20 @@ from gguf.quants import dequantize
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf_tokenizer import Metadata, eos_ids, token_id, tokenizer_config, tokenizer_json
 
-Progress = Callable[[str, int, int], None]  # what is being written, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # called with name, bytes done, total bytes
 
-_CHUNK_BYTES = 16 << 20  # of dequantised float32; bounds the memory a conversion takes
+_CHUNK_BYTES = 16 << 20  # dequantised float32 values in memory at once
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What one GGUF architecture differs in.
+    """Properties of one GGUF architecture.
 
     Attributes:
         class_name: the Hugging Face architecture.
-        interleaved_rope: the rows of q and k are stored for rotary embeddings of neighbouring pairs (0, 1), (2, 3), ...
-            of a head and must be put back in the order of pairs (0, d/2), (1, d/2 + 1), ... Text from wrongly ordered
-            rows still looks fluent.
+        interleaved_rope: the rows of q and k are stored in the order of rotary pairs (0, 1), (2, 3), ... of a head and
+            must be reordered for pairs (0, d/2), (1, d/2 + 1), ... Text from wrongly ordered rows still looks fluent.
         qkv_bias: q, k and v have biases.
         qk_norm: q and k heads are normalised.
     """
@@ -54,7 +53,7 @@ ARCHITECTURES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Target:
-    """A tensor of the directory: its name and shape, and the GGUF tensor it comes from."""
+    """A tensor to write: its name and shape, and the GGUF tensor it is converted from."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,26 +64,26 @@ class _Target:
 def convert_gguf(
     source: Path | str, out: Path | str, *, dtype: str = "float32", progress: Progress | None = None
 ) -> Path:
-    """Converts a Llama, Qwen2 or Qwen3 GGUF file of any quantisation.
+    """Convert a Llama, Qwen2 or Qwen3 GGUF file of any quantisation.
 
     Args:
         source: the GGUF file.
-        out: the directory to make; it appears only when it is complete.
-        dtype: of the weights written: "float32" keeps the dequantised numbers exactly, "bfloat16" takes half the room.
-        progress: called with (tensor name, bytes written, bytes in all) as the weights are written.
+        out: the directory to create; it appears only when it is complete.
+        dtype: dtype of the written weights: "float32" keeps the dequantised values exactly, "bfloat16" halves the size.
+        progress: called with (tensor name, bytes done, total bytes) as the weights are written.
 
     Returns:
         out.
 
     Raises:
         CheckpointError: the file is damaged, or something in it is not supported.
-        FileExistsError: out is there already and is not an empty directory.
+        FileExistsError: out exists and is not an empty directory.
     """
     source, out = Path(source), Path(out)
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(f"{out} is there already; name a directory that does not exist, or remove it first")
+        raise FileExistsError(f"{out} already exists; name a directory that does not exist, or remove it first")
     metadata, tensors = _open(source)
     config = _config(metadata, tensors, dtype)
     targets = _targets(config, ARCHITECTURES[metadata.text("general.architecture")])
@@ -107,19 +106,19 @@ def convert_gguf(
 
 def _open(source: Path) -> tuple[Metadata, dict[str, ReaderTensor]]:
     if not source.is_file():
-        raise CheckpointError(f"{source} is no file; a GGUF file was expected")
+        raise CheckpointError(f"{source} is not a file; expected a GGUF file")
     try:
         reader = GGUFReader(source)
     except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-        raise CheckpointError(f"{source} is damaged, truncated or no GGUF file: {error}") from error
+        raise CheckpointError(f"{source} is damaged, truncated or not a GGUF file: {error}") from error
     return Metadata(reader.fields), {t.name: t for t in reader.tensors}
 
 
 def _config(metadata: Metadata, tensors: dict[str, ReaderTensor], dtype: str) -> dict:
-    """config.json, or a CheckpointError for whatever would make it a different model."""
+    """Build config.json; raise CheckpointError for metadata that it cannot express."""
     name = metadata.text("general.architecture")
     if name not in ARCHITECTURES:
-        raise CheckpointError(f"GGUF architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        raise CheckpointError(f"GGUF architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     for key in ("expert_count", "attention.sliding_window"):
         if metadata.number(f"{name}.{key}", 0):
             raise CheckpointError(f"{name}.{key} is {metadata.number(f'{name}.{key}')}: such models are not supported")
@@ -127,7 +126,7 @@ def _config(metadata: Metadata, tensors: dict[str, ReaderTensor], dtype: str) ->
     head_dim = metadata.integer(f"{name}.attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if metadata.integer(f"{name}.{key}", head_dim) != head_dim:
-            raise CheckpointError(f"{name}.{key} is {metadata.integer(f'{name}.{key}')}, but heads are {head_dim} wide")
+            raise CheckpointError(f"{name}.{key} is {metadata.integer(f'{name}.{key}')}, but head_dim is {head_dim}")
     if "token_embd.weight" not in tensors:
         raise CheckpointError("the file has no tensor token_embd.weight")
     return {
@@ -157,7 +156,7 @@ def _rope_parameters(metadata: Metadata, name: str, factors: ReaderTensor | None
     prefix = f"{name}.rope.scaling."
     given = {key.removeprefix(prefix): metadata.value(key) for key in metadata if key.startswith(prefix)}
     kind = given.pop("type", "none")
-    given.pop("finetuned", None)  # a remark, without effect on the numbers
+    given.pop("finetuned", None)  # does not change the model
     if factors is not None:
         return _llama3_rope(base, dequantize(factors.data, factors.tensor_type).reshape(-1), head_dim)
     if kind == "none":
@@ -170,17 +169,17 @@ def _rope_parameters(metadata: Metadata, name: str, factors: ReaderTensor | None
     }
     if kind != "yarn" or not given.keys() <= names.keys() or not {"factor", "original_context_length"} <= given.keys():
         raise CheckpointError(
-            f"rope scaling {kind!r} with {', '.join(sorted(given)) or 'no parameters'} is not supported; supported are "
+            f"rope scaling {kind!r} with {', '.join(sorted(given)) or 'no parameters'} is not supported; supported: "
             "none, Llama 3's rope_freqs.weight, and yarn with factor, original_context_length, yarn_beta_*"
         )
     return {"rope_type": "yarn", "rope_theta": base} | {names[key]: value for key, value in given.items()}
 
 
 def _llama3_rope(base: float, factors: np.ndarray, head_dim: int) -> dict:
-    """Llama 3 stores what its scaling divides each frequency by; the parameters behind it are found again, or refused.
+    """Recover the parameters of Llama 3's RoPE scaling from the divisor of each frequency, which is all GGUF stores.
 
-    Every published Llama 3 was scaled with low_freq_factor 1, high_freq_factor 4 and 8,192 original positions; only
-    `factor` differs, and it is the largest divisor.
+    Every published Llama 3 has low_freq_factor 1, high_freq_factor 4 and 8,192 original positions; only `factor`
+    differs, and it is the largest divisor. Other divisors raise CheckpointError.
     """
     parameters = {
         "rope_type": "llama3",
@@ -196,21 +195,21 @@ def _llama3_rope(base: float, factors: np.ndarray, head_dim: int) -> dict:
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
         raise CheckpointError(
             "rope_freqs.weight does not hold Llama 3's scaling (low_freq_factor 1, high_freq_factor 4, 8192 original "
-            "positions), the only one that is supported"
+            "positions), the only one supported"
         )
     return parameters
 
 
 def _targets(config: dict, architecture: Architecture) -> list[_Target]:
-    """Every tensor of the model, in the order of the layers."""
+    """All tensors of the model, in layer order."""
     hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    turned = architecture.interleaved_rope
+    interleaved = architecture.interleaved_rope
     # Hugging Face name within a layer, GGUF name within a block, shape, rows interleaved
     layer = [
         ("input_layernorm.weight", "attn_norm.weight", (hidden,), False),
-        ("self_attn.q_proj.weight", "attn_q.weight", (q, hidden), turned),
-        ("self_attn.k_proj.weight", "attn_k.weight", (kv, hidden), turned),
+        ("self_attn.q_proj.weight", "attn_q.weight", (q, hidden), interleaved),
+        ("self_attn.k_proj.weight", "attn_k.weight", (kv, hidden), interleaved),
         ("self_attn.v_proj.weight", "attn_v.weight", (kv, hidden), False),
         ("self_attn.o_proj.weight", "attn_output.weight", (hidden, q), False),
         ("post_attention_layernorm.weight", "ffn_norm.weight", (hidden,), False),
@@ -229,9 +228,9 @@ def _targets(config: dict, architecture: Architecture) -> list[_Target]:
     if not config["tie_word_embeddings"]:
         ends.append(("lm_head.weight", "output.weight", (config["vocab_size"], hidden)))
     return [_Target(name=name, source=source, shape=shape) for name, source, shape in ends] + [
-        _Target(name=f"model.layers.{i}.{name}", source=f"blk.{i}.{source}", shape=shape, interleaved=interleaved)
+        _Target(name=f"model.layers.{i}.{name}", source=f"blk.{i}.{source}", shape=shape, interleaved=reorder)
         for i in range(config["num_hidden_layers"])
-        for name, source, shape, interleaved in layer
+        for name, source, shape, reorder in layer
     ]
 
 
@@ -239,15 +238,15 @@ def _check_tensors(targets: list[_Target], tensors: dict[str, ReaderTensor]) -> 
     faults = []
     for target in targets:
         if target.source not in tensors:
-            faults.append(f"tensor {target.source} is missing, {target.name} is made from it")
+            faults.append(f"tensor {target.source} is missing; {target.name} is converted from it")
             continue
-        shape = tuple(int(n) for n in reversed(tensors[target.source].shape))  # GGUF counts dimensions from the inside
+        shape = tuple(int(n) for n in reversed(tensors[target.source].shape))  # GGUF lists the last dimension first
         if shape != target.shape:
-            faults.append(f"tensor {target.source} has shape {shape}, the metadata say {target.shape}")
+            faults.append(f"tensor {target.source} has shape {shape}, expected {target.shape} from the metadata")
     known = {target.source for target in targets} | {"rope_freqs.weight"}
     faults += [f"tensor {name} is not supported" for name in tensors if name not in known]
     if faults:
-        raise CheckpointError(faults, what="the GGUF file's tensors are not those of its architecture:")
+        raise CheckpointError(faults, what="the GGUF file's tensors do not match its architecture:")
 
 
 def _write_weights(
@@ -258,7 +257,7 @@ def _write_weights(
     dtype: np.dtype,
     progress: Progress | None,
 ) -> None:
-    """Writes a safetensors file (layout: safetensors_header.py), a chunk of rows at a time."""
+    """Write a safetensors file (layout: safetensors_header.py), a chunk of rows at a time."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     total = 0
     for target in targets:
@@ -278,7 +277,7 @@ def _write_weights(
 
 
 def _row_chunks(tensor: ReaderTensor, target: _Target, head_dim: int) -> Iterator[np.ndarray]:
-    """float32 pieces of a tensor, some rows each; whole heads where rows have to change places within them."""
+    """Yield chunks of a tensor's rows in float32; whole heads if rows are reordered within a head."""
     count = max(1, _CHUNK_BYTES // (4 * target.shape[-1]))
     if target.interleaved:
         count = max(1, count // head_dim) * head_dim

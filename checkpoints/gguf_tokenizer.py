@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file, rebuilt as tokenizer.json and tokenizer_config.json.
+"""Conversion of a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json.
 
-GGUF stores a byte-level BPE (`tokenizer.ggml.model` = "gpt2") as tokens, token types and merges; how text is cut before
-merging it gives only as a name, `tokenizer.ggml.pre`. PRE_TOKENIZERS says what those names stand for.
+GGUF stores a byte-level BPE (`tokenizer.ggml.model` = "gpt2") as tokens, token types and merges. It stores the
+pre-tokenizer only as a name, `tokenizer.ggml.pre`; PRE_TOKENIZERS defines those names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ from checkpoints.errors import CheckpointError
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # values of tokenizer.ggml.token_type
 
-# Tokens that end a turn or a text. Files name one of them as EOS and may leave out the others.
+# Tokens that end a turn or a text. A file names one of them as EOS and may omit the others.
 _END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 
-# How Llama 3 and Qwen2 cut text, but for how many digits stay together.
-_WORDS = (
+# The split pattern of Llama 3 and Qwen2. DIGITS: how many digits stay together.
+_SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -27,7 +27,7 @@ _WORDS = (
 
 def _split(digits: str):
     return [
-        pre_tokenizers.Split(Regex(_WORDS.replace("DIGITS", digits)), "isolated"),
+        pre_tokenizers.Split(Regex(_SPLIT_PATTERN.replace("DIGITS", digits)), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
 
@@ -46,11 +46,11 @@ _MISSING: Any = object()
 
 
 class Metadata:
-    """A GGUF file's key-value pairs, with errors that name the key."""
+    """A GGUF file's key-value pairs. Errors name the key."""
 
     def __init__(self, fields: Mapping[str, ReaderField]):
         self._fields = fields
-        self._values = {}  # decoding 100,000 tokens takes a second
+        self._values = {}  # decoded once: 100,000 tokens take a second
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
@@ -58,11 +58,11 @@ class Metadata:
     def value(self, key: str, default=_MISSING) -> Any:
         if key not in self._fields:
             if default is _MISSING:
-                raise CheckpointError(f"the GGUF file lacks the metadata {key}")
+                raise CheckpointError(f"the GGUF file has no metadata {key}")
             return default
         if key not in self._values:
             value = self._fields[key].contents()
-            # float32 in the file: 9.999999747378752e-06 is meant to be 1e-05
+            # The shortest decimal of the stored float32: 1e-05, not 9.999999747378752e-06.
             self._values[key] = float(str(np.float32(value))) if isinstance(value, float) else value
         return self._values[key]
 
@@ -78,26 +78,26 @@ class Metadata:
     def sequence(self, key: str) -> list:
         return self._typed(key, _MISSING, list, "an array")
 
-    def _typed(self, key, default, kind, wanted) -> Any:
+    def _typed(self, key, default, kind, expected) -> Any:
         value = self.value(key, default)
         if value is not default and not isinstance(value, kind):
-            raise CheckpointError(f"the GGUF metadata {key} must be {wanted}, it is {str(value)[:80]!r}")
+            raise CheckpointError(f"the GGUF metadata {key} must be {expected}, got {str(value)[:80]!r}")
         return value
 
 
 def token_id(metadata: Metadata, role: str) -> int | None:
-    """The id of the token with a role ("bos", "eos", "eot", "eom", "padding", "unknown"), or None."""
+    """The token id for a role ("bos", "eos", "eot", "eom", "padding", "unknown"), or None."""
     value = metadata.value(f"tokenizer.ggml.{role}_token_id", None)
     if value is None:
         return None
     size = len(_tokens(metadata))
     if not isinstance(value, int) or value >= size:
-        raise CheckpointError(f"tokenizer.ggml.{role}_token_id is {value}, the vocabulary has {size} tokens")
+        raise CheckpointError(f"tokenizer.ggml.{role}_token_id is {value}, but the vocabulary has {size} tokens")
     return value
 
 
 def eos_ids(metadata: Metadata) -> list[int]:
-    """Every token that ends a text or a turn, the file's EOS first."""
+    """Ids of all tokens that end a text or a turn, the file's EOS first."""
     named = [token_id(metadata, role) for role in ("eos", "eot", "eom")]
     control = {token: i for i, (token, kind) in enumerate(_typed_tokens(metadata)) if kind == _CONTROL}
     known = [control.get(token) for token in _END_TOKENS]
@@ -105,25 +105,27 @@ def eos_ids(metadata: Metadata) -> list[int]:
 
 
 def tokenizer_json(metadata: Metadata) -> str:
-    """tokenizer.json.
+    """Build tokenizer.json.
 
     Raises:
-        CheckpointError: the tokenizer is no byte-level BPE, or cuts text in a way that is not known here.
+        CheckpointError: the tokenizer is not a byte-level BPE, or its pre-tokenizer is not supported.
     """
     model, pre = metadata.text("tokenizer.ggml.model"), metadata.text("tokenizer.ggml.pre", "")
     if model != "gpt2":
-        raise CheckpointError(f"tokenizer.ggml.model {model!r} is not supported; only 'gpt2' (byte-level BPE) is")
+        raise CheckpointError(f"tokenizer.ggml.model {model!r} is not supported; supported: gpt2 (byte-level BPE)")
     if pre not in PRE_TOKENIZERS:
-        raise CheckpointError(f"tokenizer.ggml.pre {pre!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}")
+        raise CheckpointError(f"tokenizer.ggml.pre {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
     pairs = _typed_tokens(metadata)
-    # Padding up to the embedding's size has type "unused" and is no token of the text.
+    # Tokens that pad the vocabulary to the embedding's size have the type "unused"; text never contains them.
     vocab = {token: i for i, (token, kind) in enumerate(pairs) if kind != _UNUSED}
     if len(vocab) != sum(kind != _UNUSED for _, kind in pairs):
-        raise CheckpointError("tokenizer.ggml.tokens holds a token twice")
+        raise CheckpointError("tokenizer.ggml.tokens lists a token twice")
     merges = [tuple(merge.split(" ")) for merge in metadata.sequence("tokenizer.ggml.merges")]
     missing = [m for m in merges if len(m) != 2 or m[0] not in vocab or m[1] not in vocab or m[0] + m[1] not in vocab]
     if missing:
-        raise CheckpointError(f"{len(missing)} of tokenizer.ggml.merges do not join two tokens, first {missing[0]}")
+        raise CheckpointError(
+            f"{len(missing)} of tokenizer.ggml.merges do not merge two tokens into a third; the first: {missing[0]}"
+        )
 
     llama3, bos = pre == "llama-bpe", token_id(metadata, "bos")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3))
@@ -146,7 +148,7 @@ def tokenizer_json(metadata: Metadata) -> str:
 
 
 def tokenizer_config(metadata: Metadata, max_length: int) -> dict:
-    """tokenizer_config.json: names of the special tokens, and the chat template when the file has one."""
+    """Build tokenizer_config.json: the special tokens, and the chat template if the file has one."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
@@ -167,5 +169,7 @@ def _tokens(metadata: Metadata) -> list[str]:
 def _typed_tokens(metadata: Metadata) -> list[tuple[str, int]]:
     tokens, types = _tokens(metadata), metadata.sequence("tokenizer.ggml.token_type")
     if len(tokens) != len(types):
-        raise CheckpointError(f"there are {len(tokens)} tokenizer.ggml.tokens and {len(types)} token types")
+        raise CheckpointError(
+            f"tokenizer.ggml.tokens has {len(tokens)} entries, but tokenizer.ggml.token_type has {len(types)}"
+        )
     return list(zip(tokens, types, strict=True))

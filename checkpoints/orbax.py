@@ -1,13 +1,12 @@
-"""Weights in Orbax: a checkpoint's tensors under their own names, in their own dtypes, in parts that are read lazily.
+"""Weights in Orbax format: tensors under the checkpoint's own names and dtypes, read lazily.
 
-A model directory keeps them in the folder `orbax`. In it are parts, `00000`, `00001`, …, each of which is an Orbax
-checkpoint by itself (a flat dictionary of names and arrays; OCDBT and zarr), so that a conversion never needs more
-memory than a part. How an array is cut into chunks does not change what is read: any device of any mesh reads the range
-it needs, and only the chunks that range touches.
+A model directory keeps them in the folder `orbax`. It holds parts, `00000`, `00001`, …; each part is an Orbax
+checkpoint of its own (a flat dictionary of names and arrays; OCDBT and zarr), so that a conversion needs memory for one
+part only. Any device of any mesh can read any range of an array; only the chunks that the range touches are read.
 
-Reading needs TensorStore, on which Orbax stands, and not Orbax itself, whose restoring casts to a template's dtype
-without a word. Here nothing is cast unless that is asked for. All three (JAX, Orbax, TensorStore) are imported where
-they are needed: most commands only look at checkpoints.
+Arrays are read with TensorStore, the library below Orbax, because Orbax silently casts to a template's dtype. This
+module casts only if the caller allows it. JAX, Orbax and TensorStore are imported where they are needed, because most
+commands only inspect checkpoints.
 """
 
 import json
@@ -25,26 +24,26 @@ if TYPE_CHECKING:
     import jax
 
 FOLDER = "orbax"
-METADATA = "_METADATA"  # of a part, written by Orbax: the tree's names, and how it is stored
-CHUNK_BYTES = 64 << 20  # of an array, at most: what reading a small range may have to read
-CACHE_BYTES = 256 << 20  # of TensorStore's cache, which holds indexes, and chunks while they are read
+METADATA = "_METADATA"  # Orbax's file in each part: names of the arrays and the storage format
+CHUNK_BYTES = 64 << 20  # maximum chunk size: reading a small range reads at least one chunk
+CACHE_BYTES = 256 << 20  # TensorStore's cache: indexes, and chunks while they are read
 
 Index = tuple[slice, ...]
 
 
 class OrbaxWeights:
-    """The weights of a folder. Nothing but indexes is read until `read`.
+    """The weights in a folder. Only indexes are read until `read` or `restore`.
 
     Attributes:
         tensors: TensorInfo by name; `file` is the part, `offset` is 0.
     """
 
     def __init__(self, folder: Path | str):
-        """Opens every array.
+        """Open every array.
 
         Raises:
-            CheckpointError: listing every fault: parts that are no Orbax checkpoints, names in two parts, chunks that
-                are missing, dtypes that no checkpoint has.
+            CheckpointError: lists every fault: parts that are not Orbax checkpoints, names in two parts, missing
+                chunks, unsupported dtypes.
         """
         import tensorstore as ts
 
@@ -69,7 +68,7 @@ class OrbaxWeights:
             raise CheckpointError(faults)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """One tensor, or a range of it; the caller's own.
+        """Read one tensor, or a range of it, into a new array.
 
         Raises:
             KeyError: no such tensor.
@@ -83,71 +82,73 @@ class OrbaxWeights:
     def restore(
         self, name: str, sharding: "jax.sharding.Sharding", *, dtype: Any = None, cast: bool = False
     ) -> "jax.Array":
-        """One tensor with the sharding asked for, whatever it was saved with: each device reads its own range.
+        """Read one tensor with any sharding, independent of the one it was saved with: each device reads its own range.
 
         Args:
-            dtype: what the tensor has to be; None takes it as it is.
-            cast: a tensor of floating point numbers that is not of `dtype` is cast to it.
+            dtype: the expected dtype. Default: the stored one.
+            cast: cast a floating point tensor of another dtype to `dtype`.
 
         Raises:
             KeyError: no such tensor.
-            CheckpointError: it is of another dtype, or its data cannot be read.
-            ValueError: JAX would change the dtype in silence (64 bits, while it is not set up for them).
+            CheckpointError: the tensor has another dtype and is not cast, or its data cannot be read.
+            ValueError: the dtype has 64 bits and JAX is set up for 32, which would change it silently.
         """
         import jax
         import jax.numpy as jnp
 
         stored = self.tensors[name].dtype
-        wanted = stored if dtype is None else np.dtype(dtype)
-        if wanted != stored:
-            floating = all(jnp.issubdtype(each, jnp.floating) for each in (wanted, stored))
+        expected = stored if dtype is None else np.dtype(dtype)
+        if expected != stored:
+            floating = all(jnp.issubdtype(each, jnp.floating) for each in (expected, stored))
             if not (cast and floating):
-                hint = "only floating point numbers are cast" if cast else "ask for a cast, if one is meant"
-                raise CheckpointError(f"tensor {name!r} is {stored}, {wanted} was asked for: {hint}")
-        if jax.dtypes.canonicalize_dtype(wanted) != wanted:
-            raise ValueError(f"tensor {name!r} is {wanted}, which JAX has only with jax_enable_x64")
+                hint = "only floating point tensors can be cast" if cast else "pass cast=True to convert it"
+                raise CheckpointError(f"tensor {name!r} is {stored}, expected {expected}: {hint}")
+        if jax.dtypes.canonicalize_dtype(expected) != expected:
+            raise ValueError(f"tensor {name!r} is {expected}, which JAX supports only with jax_enable_x64")
         return jax.make_array_from_callback(
-            self.tensors[name].shape, sharding, lambda index: self.read(name, index or ()).astype(wanted, copy=False)
+            self.tensors[name].shape, sharding, lambda index: self.read(name, index or ()).astype(expected, copy=False)
         )
 
 
 def save_part(folder: Path, number: int, arrays: Mapping[str, "np.ndarray | jax.Array"]) -> Path:
-    """Writes one part. Arrays on several devices are cut where the devices share them out, so that as many devices read
-    nothing twice; others into pieces of CHUNK_BYTES. Nothing is compressed: weights hardly shrink.
+    """Write one part, without compression: weights hardly shrink.
+
+    An array that is sharded over devices is stored in one chunk per shard, so that the same number of devices reads
+    nothing twice. Other arrays are stored in chunks of up to CHUNK_BYTES.
 
     Returns:
-        The part's folder, which Orbax makes in one step.
+        The part's folder, which Orbax creates atomically.
     """
     import orbax.checkpoint as ocp
 
     part = Path(folder).absolute() / f"{number:05d}"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
-        pieces = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
-        checkpointer.save(part, args=ocp.args.PyTreeSave(dict(arrays), save_args=pieces))
+        save_args = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+        checkpointer.save(part, args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args))
     return part
 
 
 def _open(part: Path, context: Any) -> dict[str, Any]:
-    """The arrays of a part by name, opened but not read."""
+    """Open the arrays of a part, by name, without reading them."""
     import tensorstore as ts
 
-    names, driver = _listed(part)
+    names, driver = _read_metadata(part)
     base = {"driver": "ocdbt", "base": f"file://{part.absolute()}/"}
     try:
-        held = _chunks(ts.KvStore.open(base, context=context).result().list().result())
+        stored = _count_chunks(ts.KvStore.open(base, context=context).result().list().result())
         opening = {
             name: ts.open({"driver": driver, "kvstore": base | {"path": f"{name}/"}}, open=True, context=context)
             for name in names
         }
         stores = {name: store.result() for name, store in opening.items()}
     except ValueError as error:
-        raise CheckpointError(f"{part.name} is damaged: {_line(error)}") from error
+        raise CheckpointError(f"{part.name} is damaged: {_summary(error)}") from error
     faults = []
     for name, store in stores.items():
         grid: Any = store.chunk_layout.write_chunk.shape or ()  # None for a scalar
         chunks = math.prod(-(-size // chunk) for size, chunk in zip(store.shape, grid, strict=True))
-        if held.get(name, 0) < chunks:
-            faults.append(f"{part.name}: tensor {name!r} has {held.get(name, 0)} of {chunks} chunks")
+        if stored.get(name, 0) < chunks:
+            faults.append(f"{part.name}: tensor {name!r} has {stored.get(name, 0)} of {chunks} chunks")
         if np.dtype(store.dtype.numpy_dtype) not in DTYPES.values():
             faults.append(f"{part.name}: tensor {name!r} has the unsupported dtype {store.dtype.name}")
     if faults:
@@ -155,33 +156,36 @@ def _open(part: Path, context: Any) -> dict[str, Any]:
     return stores
 
 
-def _listed(part: Path) -> tuple[list[str], str]:
-    """Names of a part's arrays, and the TensorStore driver that reads them."""
+def _read_metadata(part: Path) -> tuple[list[str], str]:
+    """Return the names of a part's arrays and the TensorStore driver that reads them."""
     try:
         found = json.loads((part / METADATA).read_text(encoding="utf-8"))
         names = [entry["key_metadata"][-1]["key"] for entry in found["tree_metadata"].values()]
         nested = any(len(entry["key_metadata"]) != 1 for entry in found["tree_metadata"].values())
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise CheckpointError(f"{part.name} is no Orbax checkpoint of a dictionary of arrays: {error!r}") from error
+        raise CheckpointError(f"{part.name} is not an Orbax checkpoint of a dictionary of arrays: {error!r}") from error
     if nested or not found.get("use_ocdbt"):
-        raise CheckpointError(f"{part.name} is no flat dictionary in OCDBT, as `omni-jax convert --orbax` writes it")
+        raise CheckpointError(
+            f"{part.name} is not a flat dictionary in OCDBT format; convert the model with `omni-jax convert --orbax`"
+        )
     return names, "zarr3" if found.get("use_zarr3") else "zarr"
 
 
-def _chunks(keys: Iterable[bytes]) -> dict[str, int]:
-    """How many chunks of each array a part holds. A chunk that is not there reads as zeros, so they are counted."""
-    held: dict[str, int] = {}
+def _count_chunks(keys: Iterable[bytes]) -> dict[str, int]:
+    """Count the stored chunks of each array, because TensorStore reads a missing chunk as zeros."""
+    stored: dict[str, int] = {}
     for key in keys:
         name, _, chunk = key.decode().rpartition("/")
         if name and not chunk.startswith(".z") and chunk != "zarr.json":
-            name = name.partition("/c/")[0].removesuffix("/c")  # zarr3 has c/0/0, zarr 0.0
-            held[name] = held.get(name, 0) + 1
-    return held
+            name = name.partition("/c/")[0].removesuffix("/c")  # chunk keys: c/0/0 in zarr3, 0.0 in zarr
+            stored[name] = stored.get(name, 0) + 1
+    return stored
 
 
 def _unreadable(name: str, part: Path, error: ValueError) -> str:
-    return f"tensor {name!r} cannot be read from {part.name}: {_line(error)}"
+    return f"tensor {name!r} cannot be read from {part.name}: {_summary(error)}"
 
 
-def _line(error: ValueError) -> str:
+def _summary(error: ValueError) -> str:
+    """TensorStore's message without its list of source locations."""
     return str(error).partition("[")[0].strip()

@@ -1,5 +1,6 @@
-"""From a Hugging Face directory to one with Orbax weights, and back. Tensors keep names, dtypes and bits; all other
-files of the model travel along.
+"""Conversion of a model directory from safetensors to Orbax weights, and back.
+
+Tensors keep their names, dtypes and bits. All other files of the model are copied.
 """
 
 import contextlib
@@ -17,39 +18,38 @@ from checkpoints.orbax import FOLDER, save_part
 from checkpoints.reader import INDEX, SINGLE, Checkpoint, locate
 from checkpoints.safetensors_header import DTYPES
 
-Progress = Callable[[str, int, int], None]  # what was written last, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # called with name, bytes done, total bytes
 
-PART_BYTES = 512 << 20  # of tensors in a part: a conversion needs a few times that in memory
-SHARD_BYTES = 5 * 10**9  # of a safetensors file, as Hugging Face cuts them
-# What holds weights, and does not travel.
-WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-# Matrices whose inputs the devices of a mesh share out: their second axis. Of all others it is the first.
+PART_BYTES = 512 << 20  # tensors in one part; a conversion needs a few times that in memory
+SHARD_BYTES = 5 * 10**9  # maximum size of a safetensors file, as Hugging Face has it
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")  # not copied
+# Matrices that a mesh shards by their second axis (inputs). All others are sharded by their first.
 SPLIT_INPUTS = ("o_proj.weight", "down_proj.weight", "attn.proj.weight", "mlp.fc2.weight", "merger.mlp.2.weight")
 
 
 def to_orbax(source: Path | str, out: Path | str, *, devices: int = 1, progress: Progress | None = None) -> Path:
-    """Writes a model directory with Orbax weights.
+    """Write a copy of a model directory with Orbax weights.
 
     Args:
-        source: a model directory of any kind the engine reads.
-        out: the directory to make; it appears only when it is complete.
-        devices: of the mesh's model axis that chunks are made for; any mesh can read them. There must be as many JAX
-            devices on the CPU.
-        progress: called with (tensor name, bytes written, bytes in all) after each part.
+        source: a model directory with safetensors or Orbax weights.
+        out: the directory to create; it appears only when it is complete.
+        devices: number of devices on the mesh's model axis. One chunk is written for each; any mesh can read them.
+            JAX must have that many CPU devices.
+        progress: called with (tensor name, bytes done, total bytes) after each part.
 
     Returns:
         out.
 
     Raises:
         CheckpointError: the source cannot be loaded, or has tensors without values.
-        FileExistsError: out is there already and is not an empty directory.
-        ValueError: there are fewer devices.
+        FileExistsError: out exists and is not an empty directory.
+        ValueError: JAX has fewer CPU devices.
     """
     checkpoint = Checkpoint(source)
     if empty := [name for name, info in checkpoint.tensors.items() if not info.nbytes]:
-        raise CheckpointError([f"tensor {name!r} has no values, and Orbax saves no such arrays" for name in empty])
+        raise CheckpointError([f"tensor {name!r} has no values; Orbax cannot save empty arrays" for name in empty])
     place = _placer(devices)
-    with _appearing(Path(out)) as partial:
+    with _new_directory(Path(out)) as partial:
         _copy_files(checkpoint.directory, partial)
         done = 0
         for number, names in enumerate(_groups(checkpoint, PART_BYTES)):
@@ -62,12 +62,12 @@ def to_orbax(source: Path | str, out: Path | str, *, devices: int = 1, progress:
 
 
 def to_safetensors(source: Path | str, out: Path | str, *, progress: Progress | None = None) -> Path:
-    """Writes a model directory with safetensors weights: one file, or files of up to SHARD_BYTES and an index.
+    """Write a copy of a model directory with safetensors weights: one file, or files of up to SHARD_BYTES and an index.
 
-    Args, returns and errors: as `to_orbax`.
+    Arguments, return value and errors are those of `to_orbax`.
     """
     checkpoint = Checkpoint(source)
-    with _appearing(Path(out)) as partial:
+    with _new_directory(Path(out)) as partial:
         _copy_files(checkpoint.directory, partial)
         groups = list(_groups(checkpoint, SHARD_BYTES))
         files = [SINGLE]
@@ -86,11 +86,11 @@ def to_safetensors(source: Path | str, out: Path | str, *, progress: Progress | 
 
 
 @contextlib.contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` when all went well and is removed when it did not. What a killed
-    process leaves has another name, so it is never taken for a model."""
+def _new_directory(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder; rename it to `out` on success, remove it on failure. A killed process leaves the
+    temporary name, so nothing takes a partial copy for a model."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(f"{out} is there already; name a directory that does not exist, or remove it first")
+        raise FileExistsError(f"{out} already exists; name a directory that does not exist, or remove it first")
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -102,27 +102,26 @@ def _appearing(out: Path) -> Iterator[Path]:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """All regular files of the directory but hidden ones and weights: config, tokenizer, generation, templates, …"""
+    """Copy the regular files except hidden files and weights: config, tokenizer, generation config, templates, …"""
     for name in sorted(os.listdir(source)):
         if not name.startswith(".") and not name.endswith(WEIGHTS) and not (source / name).is_dir():
             shutil.copyfile(locate(source, name), target / name)
 
 
-def _groups(checkpoint: Checkpoint, most: int) -> Iterator[list[str]]:
-    """Names of tensors that together have at most so many bytes, or one that alone has more; in the order of
-    reading."""
-    group, held = [], 0
+def _groups(checkpoint: Checkpoint, max_bytes: int) -> Iterator[list[str]]:
+    """Yield groups of tensor names in reading order: up to `max_bytes` together, or one larger tensor."""
+    group, nbytes = [], 0
     for name, info in checkpoint.tensors.items():
-        if group and held + info.nbytes > most:
+        if group and nbytes + info.nbytes > max_bytes:
             yield group
-            group, held = [], 0
+            group, nbytes = [], 0
         group.append(name)
-        held += info.nbytes
+        nbytes += info.nbytes
     yield group
 
 
 def _placer(devices: int) -> Callable[[str, np.ndarray], Any]:
-    """Puts an array on the devices that are to share it out; what does not divide, and 64 bits, stay on the host."""
+    """Return a function that shards an array over CPU devices; vectors, uneven axes and 64 bits stay in host memory."""
     if devices == 1:
         return lambda name, array: array
     import jax
@@ -130,7 +129,7 @@ def _placer(devices: int) -> Callable[[str, np.ndarray], Any]:
 
     found = jax.devices("cpu")
     if len(found) < devices:
-        raise ValueError(f"chunks for {devices} devices need as many JAX devices on the CPU, there are {len(found)}")
+        raise ValueError(f"chunks for {devices} devices need {devices} JAX CPU devices, found {len(found)}")
     mesh = Mesh(np.asarray(found[:devices]), ("model",))
 
     def place(name: str, array: np.ndarray) -> Any:
@@ -144,7 +143,7 @@ def _placer(devices: int) -> Callable[[str, np.ndarray], Any]:
 
 
 def _write_safetensors(file: Path, checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Writes a file (layout: safetensors_header.py), a tensor at a time; yields (tensor name, its bytes)."""
+    """Write a file (layout: safetensors_header.py), one tensor at a time; yield (tensor name, bytes written)."""
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,14 +1,15 @@
-"""Model directories in Hugging Face layout: verified as a whole, then read tensor by tensor from memory-mapped files,
-or from Orbax (checkpoints/orbax.py), which `omni-jax convert --orbax` puts in their place.
+"""Model directories in Hugging Face layout: verified as a whole, then read tensor by tensor.
 
-Which files count: `model.safetensors.index.json` if it is there, and then the files it names and nothing else, each
-tensor from the file the index assigns it to; otherwise `model.safetensors`; otherwise the folder `orbax`. Other
-*.safetensors files (a quantised copy, an adapter) are never read by pattern.
+Weights are read from memory-mapped safetensors files or from Orbax (checkpoints/orbax.py).
 
-Which paths count: names in the index are relative, without `..`, and no file may lie outside the directory, links
-resolved. The one exception is the Hugging Face cache, where a directory `<repo>/snapshots/<revision>` holds links into
-`<repo>/blobs`: a link from a directory whose parent is called `snapshots` may point to a file directly inside the
-`blobs` folder beside `snapshots`.
+Which files are read: the files that `model.safetensors.index.json` names, if it exists, each tensor from the file the
+index assigns it to; otherwise `model.safetensors`; otherwise the folder `orbax`. Other *.safetensors files (a quantised
+copy, an adapter) are ignored.
+
+Which paths are allowed: names in the index are relative, without `..`, and no file may lie outside the directory after
+links are resolved. The one exception is the Hugging Face cache, where a directory `<repo>/snapshots/<revision>` holds
+links into `<repo>/blobs`: a link from a directory whose parent is called `snapshots` may point to a file directly
+inside the `blobs` folder beside `snapshots`.
 """
 
 import json
@@ -36,23 +37,22 @@ class Checkpoint:
     Attributes:
         directory: the directory.
         config: config.json.
-        generation_config: generation_config.json; empty when there is none.
-        tensors: TensorInfo by tensor name, sorted by file and place in it, the order in which reading is fastest.
-        nbytes: bytes of all tensors.
-        ignored: what lies in the directory but is not read: stray files, and tensors that the index does not assign to
-            the file they are in.
+        generation_config: generation_config.json; empty if the file is missing.
+        tensors: TensorInfo by tensor name, sorted by file and offset, the fastest order of reading.
+        nbytes: total size of all tensors in bytes.
+        ignored: names of stray weight files, and of tensors that the index does not assign to their file; never read.
     """
 
     def __init__(self, directory: Path | str):
-        """Verifies the directory; no weights are read yet.
+        """Verify the directory without reading weights.
 
         Raises:
-            CheckpointError: listing every fault.
+            CheckpointError: lists every fault.
         """
         self.directory = Path(directory)
         found, faults = _inspect(self.directory)
         if faults:
-            raise CheckpointError(faults, what=f"{self.directory} is no usable model directory:")
+            raise CheckpointError(faults, what=f"{self.directory} is not a usable model directory:")
         self.config: dict = found["config.json"]
         self.generation_config: dict = found["generation_config.json"]
         self.tensors: dict[str, TensorInfo] = found["tensors"]
@@ -62,12 +62,14 @@ class Checkpoint:
         self._maps: dict[Path, mmap.mmap] = {}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as a read-only view of its memory-mapped file: nothing is copied, and pages are read when touched.
-        From Orbax it is read at once.
+        """One tensor.
+
+        From safetensors it is a read-only view of the memory-mapped file: nothing is copied, and pages are read when
+        they are touched. From Orbax it is read at once.
 
         Raises:
             KeyError: no such tensor.
-            CheckpointError: the file has become shorter since it was verified, or Orbax's cannot be read.
+            CheckpointError: the file has become shorter since it was verified, or the Orbax data cannot be read.
         """
         info = self.tensors[name]
         if self._orbax is not None:
@@ -80,28 +82,28 @@ class Checkpoint:
         data = self._maps[info.file]
         if info.offset + info.nbytes > len(data):
             raise CheckpointError(
-                f"{info.file.name} was changed while it was in use: tensor {name!r} is beyond its end"
+                f"{info.file.name} was changed while it was in use: tensor {name!r} lies beyond its end"
             )
         return np.ndarray(info.shape, info.dtype, buffer=data, offset=info.offset)
 
 
 def verify(directory: Path | str) -> None:
-    """Raises CheckpointError, listing every fault, unless the directory can be loaded. Reads headers, not weights."""
+    """Raise CheckpointError with every fault unless the directory can be loaded. Reads headers, not weights."""
     found = faults(directory)
     if found:
-        raise CheckpointError(found, what=f"{directory} is no usable model directory:")
+        raise CheckpointError(found, what=f"{directory} is not a usable model directory:")
 
 
 def faults(directory: Path | str) -> list[str]:
-    """Everything that is wrong with a model directory, one sentence each; empty when it can be loaded."""
+    """Everything that is wrong with a model directory, one sentence each; empty if it can be loaded."""
     return _inspect(Path(directory))[1]
 
 
 def check(directory: Path | str) -> str:
-    """A report on a directory for people to read: what is in it.
+    """Verify a directory and describe its contents in text.
 
     Raises:
-        CheckpointError: listing every fault.
+        CheckpointError: lists every fault.
     """
     checkpoint = Checkpoint(directory)
     tensors = checkpoint.tensors.values()
@@ -124,17 +126,19 @@ def check(directory: Path | str) -> str:
 
 
 def _inspect(directory: Path) -> tuple[dict, list[str]]:
-    """What a directory holds, and its faults. Without faults the first is complete: "config.json",
-    "generation_config.json", "tensors", "ignored"."""
+    """Return the contents of a directory and its faults.
+
+    Without faults the contents are complete: "config.json", "generation_config.json", "tensors", "ignored", "orbax".
+    """
     try:
         listing = sorted(os.listdir(directory))
     except (OSError, ValueError) as error:
-        return {}, [_no_directory(directory, error)]
+        return {}, [_unlistable(directory, error)]
     found: dict = {"generation_config.json": {}, "tensors": {}, "ignored": [], "orbax": None}
     faults: list[str] = []
     if "config.json" not in listing and not any(name.endswith((".safetensors", ".json")) for name in listing):
-        return {}, [f"it is no model directory: config.json, tokenizer.json and {SINGLE} or {INDEX} were expected, "
-                    f"it holds {_some(listing)}"]  # fmt: skip
+        return {}, [f"it is not a model directory: expected config.json, tokenizer.json and {SINGLE} or {INDEX}, "
+                    f"it holds {_summary(listing)}"]  # fmt: skip
     for name, required in (("config.json", True), ("tokenizer.json", True), ("generation_config.json", False)):
         if not required and name not in listing:
             continue
@@ -151,54 +155,54 @@ def _inspect(directory: Path) -> tuple[dict, list[str]]:
             found["orbax"] = OrbaxWeights(directory / FOLDER)
             found["tensors"] = found["orbax"].tensors
         else:
-            faults.append(f"there is neither {SINGLE} nor {INDEX} nor {FOLDER}/; it holds {_some(listing)}")
+            faults.append(f"it has neither {SINGLE} nor {INDEX} nor {FOLDER}/; it holds {_summary(listing)}")
         if FOLDER in listing and found["orbax"] is None:
-            faults.append(f"it has safetensors and {FOLDER}/, and nothing says which are meant: move one of them away")
+            faults.append(f"it has both safetensors and {FOLDER}/, so the weights are ambiguous: move one of them away")
     except CheckpointError as error:
         faults += error.faults
     else:
         if not found["tensors"] and not faults:
-            faults.append("there are no tensors in it")
+            faults.append("it has no tensors")
     order = sorted(found["tensors"].items(), key=lambda item: (item[1].file.name, item[1].offset))
     found["tensors"] = dict(order)
     return found, faults
 
 
-def _no_directory(directory: Path, error: OSError | ValueError) -> str:
+def _unlistable(directory: Path, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such directory"
     if isinstance(error, NotADirectoryError):
-        hint = f"; `omni-jax convert {directory} OUT` makes one from it" if directory.suffix == ".gguf" else ""
-        return f"a directory was expected, this is a file{hint}"
+        hint = f"; `omni-jax convert {directory} OUT` makes a directory of it" if directory.suffix == ".gguf" else ""
+        return f"expected a directory, this is a file{hint}"
     return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
-def _some(names: list[str]) -> str:
+def _summary(names: list[str]) -> str:
     if not names:
         return "nothing"
     return ", ".join(repr(name) for name in names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def locate(directory: Path, name: str) -> Path:
-    """The real path of a file named by untrusted text, by the rule at the top of this file.
+    """Resolve an untrusted file name to a real path, by the rules at the top of this file.
 
     Raises:
         CheckpointError: the name leaves the directory, or there is no regular file of this name.
     """
     pure = PurePosixPath(name)
-    # isprintable() is False for NUL, other control characters and lone surrogates, which file system calls trip over.
+    # isprintable() is False for NUL, other control characters and lone surrogates, which file system calls reject.
     if not name or not name.isprintable() or "\\" in name or pure.is_absolute() or ".." in pure.parts:
-        raise CheckpointError(f"refused the file name {name!r}: it is not a plain path inside the directory")
+        raise CheckpointError(f"the file name {name!r} is not a plain path inside the directory")
     root = Path(os.path.realpath(directory))
     real = Path(os.path.realpath(root / pure))
     in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not real.is_relative_to(root) and not in_cache:
-        raise CheckpointError(f"refused {name!r}: it links to a file outside the directory")
+        raise CheckpointError(f"{name!r} links to a file outside the directory")
     try:
         if not real.is_file():
-            kind = "is no regular file" if real.exists() else "is missing"
+            kind = "is not a regular file" if real.exists() else "is missing"
             raise CheckpointError(f"{name!r} {kind}")
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+    except OSError as error:  # for example a name that is too long, or a folder without permission
         raise CheckpointError(f"{name!r} cannot be read: {error.strerror}") from error
     return real
 
@@ -208,9 +212,9 @@ def _json_object(directory: Path, name: str) -> dict:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} is no JSON file: {error}") from error
+        raise CheckpointError(f"{name} is not a JSON file: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{name} must hold a JSON object, it holds a {type(content).__name__}")
+        raise CheckpointError(f"{name} must hold a JSON object, got a {type(content).__name__}")
     return content
 
 
@@ -223,11 +227,11 @@ def _single(directory: Path, listing: list[str]) -> tuple[dict[str, TensorInfo],
         try:
             both = tensors.keys() & read_header(locate(directory, name), name).keys()
         except CheckpointError:
-            continue  # it is not read, so it may be anything
+            continue  # an ignored file may hold anything
         if both:
             faults.append(
-                f"{SINGLE} and {name} both hold {len(both)} tensors ({_some(sorted(both)[:1])}, ...) and no {INDEX} "
-                "says which file is meant: move one of them away"
+                f"{SINGLE} and {name} both hold {len(both)} tensors ({_summary(sorted(both)[:1])}, ...) and no {INDEX} "
+                "assigns them to a file: move one of the files away"
             )
     if faults:
         raise CheckpointError(faults)
@@ -237,7 +241,7 @@ def _single(directory: Path, listing: list[str]) -> tuple[dict[str, TensorInfo],
 def _indexed(directory: Path, listing: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:
     weight_map = _json_object(directory, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{INDEX} must hold a weight_map of tensor names to file names")
+        raise CheckpointError(f"{INDEX} must hold a weight_map from tensor names to file names")
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(file, []).append(name)
@@ -247,14 +251,14 @@ def _indexed(directory: Path, listing: list[str]) -> tuple[dict[str, TensorInfo]
         try:
             held = read_header(locate(directory, file), file)
         except CheckpointError as error:
-            named = f"{INDEX} expects {len(names)} tensors in it: {_some(sorted(names)[:3])}"
-            faults += [f"{fault} ({named})" for fault in error.faults]
+            expected = f"{INDEX} assigns {len(names)} tensors to it, the first: {_summary(sorted(names)[:3])}"
+            faults += [f"{fault} ({expected})" for fault in error.faults]
             continue
         for name in sorted(names):
             if name in held:
                 tensors[name] = held[name]
             else:
-                faults.append(f"tensor {name!r} is not in {file}, where {INDEX} says it is")
+                faults.append(f"tensor {name!r} is not in {file}, the file that {INDEX} assigns it to")
         ignored += [f"{name} in {file}" for name in sorted(held.keys() - set(names))]
     if faults:
         raise CheckpointError(faults)

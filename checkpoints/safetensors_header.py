@@ -1,8 +1,8 @@
-"""The header of one safetensors file: where each tensor lies, checked before a byte of data is touched.
+"""The header of a safetensors file: the location of each tensor, checked before any data is read.
 
 Layout (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length as a little-endian unsigned
 integer; the header, a JSON object {name: {"dtype", "shape", "data_offsets": [begin, end]}}; then the data. Offsets
-count from the end of the header, and the tensors cover the data without holes or overlaps.
+count from the end of the header. The tensors cover the data without holes or overlaps.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ MAX_DIMENSIONS = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """Where a tensor lies.
+    """The location of a tensor.
 
     Attributes:
-        shape: its shape.
+        shape: the tensor's shape.
         dtype: its numpy dtype; ml_dtypes.bfloat16 for BF16.
         file: the file that holds it.
-        offset: of its first byte from the beginning of the file.
+        offset: bytes from the beginning of the file to the tensor's first byte.
         nbytes: its size in bytes.
     """
 
@@ -65,10 +65,10 @@ def read_header(file: Path, label: str) -> dict[str, TensorInfo]:
 
     Args:
         file: a regular file.
-        label: how messages name it.
+        label: the file's name in error messages.
 
     Raises:
-        CheckpointError: with every fault of the header, or the file cannot be read.
+        CheckpointError: the file cannot be read, or its header has faults.
     """
     try:
         size = file.stat().st_size
@@ -76,7 +76,7 @@ def read_header(file: Path, label: str) -> dict[str, TensorInfo]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    [f"{label} is truncated or no safetensors file: its {size} bytes do not hold the header"]
+                    [f"{label} is truncated or not a safetensors file: its {size} bytes do not hold the header"]
                 )
             text = stream.read(length)
     except OSError as error:
@@ -97,9 +97,9 @@ def _parse(text: bytes, label: str) -> dict:
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError([f"{label} has a corrupt header: it is no JSON ({error})"]) from error
+        raise CheckpointError([f"{label} has a corrupt header: it is not JSON ({error})"]) from error
     if not isinstance(entries, dict):
-        raise CheckpointError([f"{label} has a corrupt header: a JSON object was expected"])
+        raise CheckpointError([f"{label} has a corrupt header: expected a JSON object"])
     if repeated:
         raise CheckpointError([f"{label} has a corrupt header: it names a tensor or a field twice"])
     entries.pop("__metadata__", None)
@@ -116,7 +116,7 @@ def _tensors(entries: dict, file: Path, label: str, *, start: int, end: int) -> 
             continue
         tensors[name] = info
         spans.append((*span, name))
-    if faults:  # a tensor that could not be placed would make its neighbours look misplaced
+    if faults:  # the check below would blame the neighbours of an invalid entry
         raise CheckpointError(faults)
     covered = 0
     for begin, stop, name in sorted(spans):
@@ -137,13 +137,13 @@ def _tensors(entries: dict, file: Path, label: str, *, start: int, end: int) -> 
 
 
 def _tensor(name: str, entry, file: Path, label: str, start: int) -> tuple[TensorInfo, tuple[int, int]]:
-    """One header entry as a TensorInfo, and its (begin, end) within the data."""
+    """Parse one header entry into a TensorInfo and its (begin, end) within the data."""
     what = f"{label}: tensor {name!r}"
     if not isinstance(entry, dict):
         raise CheckpointError([f"{what} has a corrupt entry"])
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError([f"{what} has the unsupported dtype {dtype!r}; supported are {', '.join(DTYPES)}"])
+        raise CheckpointError([f"{what} has the unsupported dtype {dtype!r}; supported: {', '.join(DTYPES)}"])
     if not _sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(n for n in shape if n) >= 2**56:
         raise CheckpointError([f"{what} has the impossible shape {shape!r}"])
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -1,1 +1,1 @@
-"""Compiled operations: one folder an op, each with its api, a plain reference and the implementations."""
+"""Compiled operations: one folder per operation, with its API, a reference and the implementations."""

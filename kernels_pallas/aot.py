@@ -1,12 +1,11 @@
-"""Machine code for NVIDIA GPUs on a machine that has none, and what can be read from it.
+"""Compilation for NVIDIA GPUs on a machine without one, and analysis of the compiled programs.
 
-XLA's CUDA plugin compiles for a GPU that is described to it (`targets/*.txtpb`) instead of attached; all it needs
-besides is NVIDIA's assembler. Nothing runs, so nothing is known about speed or results; but whatever the compilers
-decide is known: that a kernel compiles, its registers, spills and shared memory, the instructions in it, how much
-memory a program takes, what it copies and what it sends to other devices.
+XLA's CUDA plugin compiles for a GPU from its description (`targets/*.txtpb`); it needs NVIDIA's assembler, but no GPU.
+Nothing runs, so speed and results stay unknown. Known is what the compilers decide: whether a kernel compiles, its
+registers, spills, shared memory and instructions, and a program's memory, copies and collectives.
 
-Figures of kernels come from PTX that XLA and Mosaic leave in a dump directory, assembled again by the same assembler.
-(The executable's own machine code would be closer, but the formats it lies in are private and change.)
+The figures of kernels come from the PTX that XLA and Mosaic write to a dump directory, assembled again by the same
+assembler. (The executable's machine code would be more direct, but its formats are private and change.)
 """
 
 import contextlib
@@ -33,29 +32,29 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _ASSEMBLER_WHEELS = ("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc")
-_environment = threading.Lock()  # threads share it
+_environment = threading.Lock()  # guards os.environ, which threads share
 
 
 class ToolMissing(RuntimeError):
-    """Something that compiling without a GPU needs is not installed. The message says what, and how to get it."""
+    """A tool for compiling without a GPU is not installed. The message names it and how to install it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one kernel takes of a multiprocessor, and what it consists of.
+    """The resources and instructions of one kernel.
 
     Attributes:
         name: entry point. Mosaic appends `_mosaic_gpu_kernel` to the kernel's name.
-        arch: such as sm_90a.
-        registers: a thread.
-        stack: bytes of local memory a thread, spilled registers included.
+        arch: target architecture, for example sm_90a.
+        registers: registers per thread.
+        stack: bytes of local memory per thread, including spilled registers.
         spill_stores: bytes of instructions that spill registers.
         spill_loads: bytes of instructions that read them back.
-        shared: bytes of shared memory a block, static and dynamic.
-        ptx: how often each PTX instruction occurs, by full name such as cp.async.cg.shared.global.
-        register_wgmma: instructions wgmma in PTX that take their left operand from registers, which ptxas before 13.3
-            can miscompile (triton-lang/triton#9433): their results should be checked on a device.
-        losses: what the assembler says costs time, such as wgmma instructions that it runs one after another.
+        shared: bytes of shared memory per block, static and dynamic.
+        ptx: number of PTX instructions by full name, for example cp.async.cg.shared.global.
+        register_wgmma: number of wgmma instructions with their left operand in registers, which ptxas before 13.3 can
+            miscompile (triton-lang/triton#9433). Check their results on a device.
+        losses: the assembler's performance warnings, for example serialised wgmma instructions.
     """
 
     name: str
@@ -75,17 +74,17 @@ class Resources:
         return self.spill_stores + self.spill_loads
 
     def count(self, *prefixes: str) -> int:
-        """PTX instructions whose names begin with one of the prefixes."""
+        """Number of PTX instructions whose names begin with one of the prefixes."""
         return sum(n for name, n in self.ptx.items() if name.startswith(prefixes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One operation between devices in a compiled program.
+    """One collective operation in a compiled program.
 
     Attributes:
         kind: one of COLLECTIVES.
-        results: (dtype, shape) of what each device has afterwards, such as ("bf16", (8, 896)).
+        results: (dtype, shape) of each device's results, for example ("bf16", (8, 896)).
     """
 
     kind: str
@@ -93,14 +92,14 @@ class Collective:
 
 
 def available() -> str | None:
-    """None if programs for GPUs can be compiled here; else the reason why not, with what to install."""
+    """None if programs for GPUs can be compiled here; otherwise the reason and what to install."""
     found = [name for name in _PLUGINS if _version(name)]
     if not found:
         return f"the CUDA plugin of JAX is not installed: pip install --no-deps {_wheels('jax-cuda12-plugin')}"
     for name in (found[0], found[0].replace("plugin", "pjrt")):
         if _version(name) != jax.__version__:
             return (
-                f"{name} is {_version(name) or 'not installed'}, JAX is {jax.__version__}, and they must be the same: "
+                f"{name} is {_version(name) or 'not installed'} but JAX is {jax.__version__}; they need one version: "
                 f"pip install --no-deps {_wheels(found[0])}"
             )
     try:
@@ -111,17 +110,18 @@ def available() -> str | None:
 
 
 def ptxas() -> Path:
-    """NVIDIA's assembler, of an installed wheel. One that lies elsewhere on the machine is not used: its version would
-    be anybody's guess, and registers and spills depend on it.
+    """NVIDIA's assembler from an installed wheel.
+
+    Other copies on the machine are not used: registers and spills depend on the assembler's version.
 
     Raises:
-        ToolMissing: no wheel has it.
+        ToolMissing: no installed wheel has it.
     """
     return _tool("ptxas", _ASSEMBLER_WHEELS)
 
 
 def ptxas_version() -> str:
-    """Such as `ptxas 12.9.86`."""
+    """The assembler's name and version, for example `ptxas 12.9.86`."""
     version = re.search(r"\bV(\d+\.\d+\.\d+)", _run(ptxas(), "--version"))
     return f"ptxas {version[1]}" if version else "ptxas of an unknown version"
 
@@ -133,17 +133,17 @@ def target_config(target: str) -> str:
         ValueError: no such target.
     """
     if target not in TARGETS:
-        raise ValueError(f"no target {target!r}, there are {', '.join(TARGETS)}")
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
     return (Path(__file__).parent / "targets" / f"{target}.txtpb").read_text()
 
 
 def shared_limit(target: str) -> int:
-    """Most bytes of shared memory that a block may have on a target."""
+    """Maximum bytes of shared memory per block on a target."""
     return int(_field(target, "shared_memory_per_block_optin"))
 
 
 def device_kind(target: str) -> str:
-    """What JAX calls devices of a target, such as `NVIDIA H200`."""
+    """JAX's `device_kind` for a target, for example `NVIDIA H200`."""
     return _field(target, "device_description_str").strip('"')
 
 
@@ -153,17 +153,17 @@ def mesh(
     axes: tuple[str, ...] = ("data", "model"),
     shape: tuple[int, ...] | None = None,
 ) -> Mesh:
-    """A mesh of GPUs that are not there, to compile for. Set JAX_PLATFORMS=cpu, or JAX looks for real ones at length.
+    """A mesh of described GPUs to compile for. Set JAX_PLATFORMS=cpu, or JAX spends long looking for real ones.
 
     Args:
         target: one of TARGETS.
-        devices: how many, on one host.
-        axes: names; all are Auto.
-        shape: sizes of the axes; None puts all devices on the last.
+        devices: number of devices, on one host.
+        axes: names of the axes, all of type Auto.
+        shape: sizes of the axes. Default: all devices on the last axis.
 
     Raises:
         ToolMissing: see `available`.
-        ValueError: no such target, or the shape has another number of devices.
+        ValueError: there is no such target, or the shape has another number of devices.
     """
     target_config(target)
     shape = shape or (1,) * (len(axes) - 1) + (devices,)
@@ -185,40 +185,41 @@ def compile_for(
     results: Any = None,
     dump: Path | None = None,
 ) -> Any:
-    """Compiles a function for a mesh of `mesh`.
+    """Compile a function for a mesh from `mesh`.
 
     Args:
         target_mesh: devices to compile for.
-        function: to be traced with `arguments`.
+        function: the function; traced with `arguments`.
         arguments: pytrees of ShapeDtypeStructs; those without a sharding are replicated.
-        donate: which arguments may be reused for results.
-        results: shardings of the results, a prefix of their pytree; None leaves them to the compiler.
-        dump: a directory, empty or new, that gets what `resources` reads.
+        donate: indices of donated arguments.
+        results: shardings of the results, a prefix of their pytree. Default: chosen by the compiler.
+        dump: an empty or new directory for the files that `resources` reads.
 
     Returns:
-        The jax.stages.Compiled. It cannot be called here. `cost_analysis` is not implemented by the plugin.
+        The jax.stages.Compiled. It cannot be called, and the plugin does not implement `cost_analysis`.
     """
     everywhere = NamedSharding(target_mesh, PartitionSpec())
 
     def placed(x):
         return x if x.sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
-    # Also tells kernels which GPU they are for: they see the abstract mesh.
+    # Kernels read the GPU they are compiled for from the abstract mesh.
     with jax.sharding.use_abstract_mesh(target_mesh.abstract_mesh):
         jitted = jax.jit(function, donate_argnums=donate, out_shardings=results)
         lowered = jitted.lower(*jax.tree.map(placed, arguments))
     # XLA looks for ptxas and libdevice in this directory first.
     options: dict[str, str | bool] = {"xla_gpu_cuda_data_dir": str(ptxas().parent.parent)}
     if dump is not None:
-        # "ptx" is a pattern of what to write; all of it takes minutes. 0.10.2 writes PTX in any case.
+        # "ptx" is a pattern of what to dump; a full dump takes minutes. JAX 0.10.2 always dumps PTX.
         options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": "ptx"}
-    with _tools_of_wheels(dump):
+    with _tools_from_wheels(dump):
         return lowered.compile(compiler_options=options)
 
 
 def lower_for(target: str, function: Callable, arguments: tuple[Any, ...]) -> Any:
-    """Lowers a function for one GPU of a target: what JAX itself checks of a kernel, and all that can be checked
-    without the plugin. What the compilers after it (Triton's, LLVM, the assembler) say of it, `compile_for` shows.
+    """Lower a function for one GPU of a target: JAX's own checks of a kernel, which do not need the plugin.
+
+    The later compilers (Triton's, LLVM, the assembler) run in `compile_for`.
 
     Returns:
         The jax.stages.Lowered.
@@ -229,18 +230,17 @@ def lower_for(target: str, function: Callable, arguments: tuple[Any, ...]) -> An
 
 
 def resources(dump: Path, pattern: str = "") -> dict[str, Resources]:
-    """Kernels of a program that `compile_for` wrote to `dump`, XLA's own included, by name.
+    """Kernels of a program that `compile_for` wrote to `dump`, including XLA's own, by name.
 
-    A process that compiled the same Mosaic kernel before takes it from a cache of its own and writes nothing: compile
-    what is to be looked at in a fresh process.
+    Mosaic has a cache per process and dumps nothing for a kernel that it has compiled before: compile in a new process.
 
     Args:
         dump: the directory.
-        pattern: a regular expression that is found in the names of the kernels meant.
+        pattern: a regular expression to search for in the names of kernels. Default: all kernels.
 
     Raises:
-        ToolMissing: no assembler.
-        RuntimeError: it refuses what XLA wrote.
+        ToolMissing: there is no assembler.
+        RuntimeError: the assembler fails.
     """
     shared = {}
     for file in dump.glob("*thunk_sequence.txt"):
@@ -250,10 +250,10 @@ def resources(dump: Path, pattern: str = "") -> dict[str, Resources]:
         text = file.read_text()
         bodies = {name: body for name, body in split_ptx(text).items() if re.search(pattern, name)}
         target = re.search(r"^\.target (\w+)", text, re.MULTILINE)
-        if not bodies or target is None:  # constants, on 0.10.2
+        if not bodies or target is None:  # JAX 0.10.2 also dumps files that hold only constants
             continue
         report = _run(ptxas(), "-v", f"-arch={target[1]}", file, "-o", os.devnull)
-        passes = file.with_suffix(".mlir-passes.log")  # of Mosaic, whose launches XLA does not see
+        passes = file.with_suffix(".mlir-passes.log")  # Mosaic's; XLA's thunks do not list its launches
         dynamic = parse_mosaic_shared(passes.read_text()) if passes.exists() else None
         for name, figures in parse_ptxas(report).items():
             static = figures.pop("static")
@@ -272,7 +272,7 @@ def resources(dump: Path, pattern: str = "") -> dict[str, Resources]:
 
 
 def pallas_calls(compiled: Any) -> Counter[str]:
-    """How often a compiled program calls each Pallas kernel: those of the Triton route by name, all of Mosaic as
+    """Number of calls of each Pallas kernel in a compiled program: Triton kernels by name, all Mosaic kernels as
     `mosaic_gpu`."""
     calls = Counter()
     for line in compiled.as_text().splitlines():
@@ -288,27 +288,27 @@ def pallas_calls(compiled: Any) -> Counter[str]:
 
 
 def copies_of(compiled: Any, shape: tuple[int, ...]) -> int:
-    """Instructions of a compiled program that copy, transpose or convert a whole array of this shape."""
+    """Number of instructions in a compiled program that copy, transpose or convert a whole array of this shape."""
     return count_copies(compiled.as_text(), shape)
 
 
 def collectives(compiled: Any) -> list[Collective]:
-    """Operations between devices in a compiled program, in its order."""
+    """The collective operations of a compiled program, in order."""
     return parse_collectives(compiled.as_text())
 
 
-# -- readers of what the tools write ----------------------------------------------------------------------------------
+# -- parsers of the tools' output -------------------------------------------------------------------------------------
 
 
 def parse_ptxas(report: str) -> dict[str, dict[str, int]]:
-    """Registers, stack, spill_stores, spill_loads and static shared memory by kernel, of `ptxas -v`."""
+    """Registers, stack, spill_stores, spill_loads and static shared memory by kernel, from `ptxas -v`."""
     found = {}
     for part in report.split("Compiling entry function '")[1:]:
         stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
         registers = re.search(r"Used (\d+) registers", part)
         static = re.search(r"(\d+) bytes smem", part)
         if stack is None or registers is None:
-            raise RuntimeError(f"ptxas reports in a form that is not known: {part[:400]}")
+            raise RuntimeError(f"unknown format of ptxas's report: {part[:400]}")
         found[part.partition("'")[0]] = {
             "registers": int(registers[1]),
             "stack": int(stack[1]),
@@ -320,30 +320,30 @@ def parse_ptxas(report: str) -> dict[str, dict[str, int]]:
 
 
 def parse_losses(report: str, kernel: str) -> tuple[str, ...]:
-    """What `ptxas -v` says costs a kernel time."""
+    """A kernel's performance warnings, from `ptxas -v`."""
     losses = re.findall(r"Potential Performance Loss: (.*?) (?:in|for) the function '([^']+)'", report)
     return tuple(dict.fromkeys(loss for loss, name in losses if name == kernel))
 
 
 def parse_launches(text: str) -> dict[str, int]:
-    """Dynamic shared memory in bytes by kernel, of XLA's list of thunks."""
+    """Dynamic shared memory in bytes by kernel, from XLA's list of thunks."""
     launches = re.findall(r"(\S+) grid: \[.*shared_memory: (\d+) bytes", text)
     return {name: max(int(size) for other, size in launches if other == name) for name, _ in launches}
 
 
 def parse_mosaic_shared(passes: str) -> int:
-    """Dynamic shared memory in bytes, of Mosaic's log of passes. A constant's name holds its value."""
+    """Dynamic shared memory in bytes, from Mosaic's log of passes, where a constant's name contains its value."""
     return max((int(size) for size in re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)), default=0)
 
 
 def split_ptx(text: str) -> dict[str, str]:
-    """Bodies of the kernels in PTX, without comments, by name."""
+    """The kernels' bodies in PTX by name, without comments."""
     parts = re.split(r"\.entry\s+([\w$]+)", re.sub(r"//[^\n]*", "", text))
     return {name: body[body.find("{") :] for name, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def count_ptx(body: str) -> Counter[str]:
-    """How often each instruction occurs in the body of a kernel."""
+    """Number of occurrences of each instruction in a kernel's body."""
     return Counter(
         re.findall(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?=[\s;])", body, re.MULTILINE)
     )
@@ -356,10 +356,10 @@ def count_copies(hlo: str, shape: tuple[int, ...]) -> int:
 
 
 def parse_collectives(hlo: str) -> list[Collective]:
-    """See `collectives`. The second half of one that runs beside others is not counted."""
+    """See `collectives`. An asynchronous operation is counted by its start only."""
     found = []
     for results, kind in re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", hlo):
-        if results.startswith("(("):  # what it begins with, and what it leaves
+        if results.startswith("(("):  # an asynchronous start returns (operands, results)
             results = results.partition("), ")[2]
         arrays = re.findall(r"(\w+)\[([\d,]*)\]", results)
         shapes = tuple((dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in arrays)
@@ -372,14 +372,17 @@ def parse_collectives(hlo: str) -> list[Collective]:
 
 @functools.lru_cache(maxsize=8)
 def _topology(target: str, devices: int):
-    # Partitions x hosts x devices.
+    # The topology is partitions x hosts x devices.
     return topologies.get_topology_desc(platform="cuda", target_config=target_config(target), topology=f"1x1x{devices}")
 
 
 @contextlib.contextmanager
-def _tools_of_wheels(dump: Path | None) -> Iterator[None]:
-    """Compilers use the wheels' tools meanwhile, and Mosaic writes to `dump`. Mosaic looks for libdevice under a root,
-    and along PATH for the assembler, whose version decides that of its PTX."""
+def _tools_from_wheels(dump: Path | None) -> Iterator[None]:
+    """Set the environment so that compilers use the wheels' tools and Mosaic dumps to `dump`.
+
+    Mosaic looks for libdevice under MOSAIC_GPU_CUDA_ROOT and for the assembler on PATH; the assembler's version selects
+    the version of its PTX.
+    """
     tools = ptxas().parent
     wanted = {
         "MOSAIC_GPU_CUDA_ROOT": str(tools.parent),
@@ -421,7 +424,7 @@ def _tool(name: str, wheels: tuple[str, ...]) -> Path:
             for file in importlib.metadata.files(wheel) or ():
                 if file.name == name:
                     return Path(str(file.locate()))
-    raise ToolMissing(f"no wheel with {name} is installed: pip install --no-deps {wheels[0]}")
+    raise ToolMissing(f"no installed wheel has {name}: pip install --no-deps {wheels[0]}")
 
 
 def _version(distribution: str) -> str | None:

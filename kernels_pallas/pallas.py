@@ -1,7 +1,6 @@
-"""The one door to Pallas: everything that differs between the supported JAX lines, or is not promised by JAX.
+"""The only module that imports Pallas: it hides differences between JAX versions, and private parts of JAX.
 
-0.10.2 and 0.11 and later differ in where some names live; from 0.11 on the Triton route is marked as deprecated, which
-is why nothing else imports it.
+Some names moved between JAX 0.10.2 and 0.11. From 0.11 on the Triton backend is deprecated.
 """
 
 import contextlib
@@ -14,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu, triton
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
-# Why Mosaic GPU kernels cannot be interpreted here, or None if they can: tests skip with this sentence.
+# The reason why Mosaic GPU kernels cannot be interpreted, for skipped tests; None if they can.
 NO_MOSAIC_INTERPRETER = None if JAX >= (0, 11) else f"JAX {jax.__version__} cannot interpret Mosaic GPU, 0.11 can"
 
-# 0.10 cannot store what lies in registers into swizzled shared memory the other way round.
+# Whether registers can be stored transposed into swizzled shared memory.
 MOSAIC_STORES_TRANSPOSED = JAX >= (0, 11)
 
 __all__ = [
@@ -33,7 +32,7 @@ __all__ = [
 
 
 def mosaic_interpret() -> Any:
-    """The `interpret` argument of a Mosaic GPU kernel: on a CPU, with races between threads and copies raised."""
+    """The `interpret` argument of a Mosaic GPU kernel: it runs on a CPU and raises on races of threads and copies."""
     if NO_MOSAIC_INTERPRETER is not None:
         raise NotImplementedError(NO_MOSAIC_INTERPRETER)
     return mosaic_gpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -41,11 +40,11 @@ def mosaic_interpret() -> Any:
 
 @contextlib.contextmanager
 def mosaic_interpreter(device_kind: str = "NVIDIA H100 80GB HBM3") -> Iterator[None]:
-    """Where Mosaic GPU kernels called with `interpret=mosaic_interpret()` run as if on `device_kind`.
+    """A context in which Mosaic GPU kernels with `interpret=mosaic_interpret()` run as if on `device_kind`.
 
-    The interpreter simulates shared memory, barriers and asynchronous copies in Python callbacks, and keeps its state
-    in the process. A kernel that fails leaves it behind, and the next one would fail with it: so it is dropped at both
-    ends. Results must be waited for (`block_until_ready`) inside.
+    The interpreter simulates shared memory, barriers and asynchronous copies in Python callbacks, with global state. A
+    kernel that fails leaves state with which the next one fails, so the state is reset on entry and exit. Wait for
+    results (`block_until_ready`) inside the context.
     """
     if NO_MOSAIC_INTERPRETER is not None:
         raise NotImplementedError(NO_MOSAIC_INTERPRETER)

@@ -1,19 +1,25 @@
 """An inference engine in JAX: paged KV cache, one compiled step, an OpenAI-compatible server."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from omni_jax.requests import InvalidRequest, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from omni_jax.engine.llm import LLM, Score
+    from omni_jax.requests import InvalidRequest, RequestOutput, SamplingParams
 
+_HOMES = {
+    "LLM": "omni_jax.engine.llm",
+    "Score": "omni_jax.engine.llm",
+    "InvalidRequest": "omni_jax.requests",
+    "RequestOutput": "omni_jax.requests",
+    "SamplingParams": "omni_jax.requests",
+}
 __all__ = ["LLM", "InvalidRequest", "RequestOutput", "SamplingParams", "Score"]
 
 
 def __getattr__(name: str) -> Any:
-    """LLM and Score bring JAX with them: imported when they are asked for, so that `omni-jax --help` is quick."""
-    if name in ("LLM", "Score"):
-        from omni_jax.engine import llm
-
-        return getattr(llm, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Imports a public name when it is first used: JAX and numpy are slow to import, and `omni-jax --help` needs
+    neither."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'omni_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

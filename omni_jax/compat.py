@@ -1,4 +1,4 @@
-"""Everything that depends on the JAX version or reaches for something JAX does not promise, in one place."""
+"""Everything that depends on the JAX version or on APIs that JAX does not promise to keep."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ _listening = False
 
 
 def count_compilations() -> None:
-    """Starts counting; calling it again does nothing. JAX's listeners are per process, and so are the counts."""
+    """Start to count compilations; a second call does nothing. Counts are per process, as JAX's listeners are."""
     global _listening
     with _lock:
         if _listening:
@@ -36,17 +36,17 @@ def count_compilations() -> None:
 
 
 def compilations() -> int:
-    """Programs this process has compiled or fetched from the compilation cache since `count_compilations`."""
+    """Number of programs compiled or loaded from the compilation cache since `count_compilations`."""
     return _counts["compiled"]
 
 
 def cache_hits() -> int:
-    """How many of them came from the compilation cache."""
+    """Number of programs loaded from the compilation cache since `count_compilations`."""
     return _counts["cache_hits"]
 
 
 def use_compilation_cache(directory: Path) -> None:
-    """Keeps every compiled program under `directory`, small and quick ones too."""
+    """Cache every compiled program under `directory`, small and quickly compiled ones too."""
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -83,27 +83,27 @@ def _write_whole_entries() -> None:
 
 
 def no_tracing() -> contextlib.AbstractContextManager:
-    """Within it, in this thread, anything that would trace a function raises."""
+    """A context in which tracing a function in this thread raises."""
     return jax.no_tracing()
 
 
 def publish(name: str, text: str) -> None:
-    """Makes a text known to all processes of jax.distributed, under a name that is used once."""
+    """Store a text for all processes of jax.distributed. A name can be used once."""
     _coordination().key_value_set(name, text)
 
 
 def look_up(name: str, seconds: float) -> str:
-    """What another process has published or will publish; an error of JAX's after so many seconds."""
+    """Wait up to `seconds` for the text that a process publishes under `name`. JAX raises on timeout."""
     return _coordination().blocking_key_value_get(name, int(seconds * 1000))
 
 
-def meet(name: str, seconds: float) -> None:
-    """Waits until all processes have come here."""
+def wait_at_barrier(name: str, seconds: float) -> None:
+    """Wait up to `seconds` until all processes are at this barrier."""
     _coordination().wait_at_barrier(name, int(seconds * 1000))
 
 
 def _coordination():
-    from jax._src import distributed  # JAX has no public way to its key-value store
+    from jax._src import distributed  # JAX's key-value store has no public API
 
     client = distributed.global_state.client
     assert client is not None, "jax.distributed.initialize has not been called"
@@ -111,5 +111,5 @@ def _coordination():
 
 
 def is_ready(array: jax.Array) -> bool:
-    """Whether what computes `array` has ended. Every array has the method; jax.Array's type does not list it."""
-    return array.is_ready()  # type: ignore[attr-defined]
+    """Whether the computation of `array` has finished."""
+    return array.is_ready()  # type: ignore[attr-defined]  # all arrays have it; jax.Array's type does not list it

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, a few lines elsewhere."""
+"""Progress of long tasks: bars on a terminal, a few lines elsewhere."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,24 +7,27 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
 
-Report = Callable[[str, int, int], None]  # (what it is at, bytes done, bytes in all)
-StageReport = Callable[[str, int, int, str], None]  # (stage, done, in all, what it is at); "load" counts bytes
+Report = Callable[[str, int, int], None]  # (current item, bytes done, total bytes)
+# (stage, done, total, current item); stages are "load", which counts bytes, and "compile", which counts executables
+StageReport = Callable[[str, int, int, str], None]
+
+START_SHARES = {"load": (0.0, 0.2), "compile": (0.2, 1.0)}  # parts of the bar of a start, by typical duration
 
 
 @contextlib.contextmanager
 def progress_bar(title: str, console: Console | None = None) -> Iterator[Report]:
-    """Gives the function to report to. A new number of bytes in all begins a new piece of work.
+    """Yield a function that reports progress. A call with another total starts a new bar.
 
     Args:
-        title: what the work is.
-        console: where to show it; standard error by default.
+        title: name of the task.
+        console: where to print; standard error by default.
     """
     console = console or Console(stderr=True)
     with (_bar if console.is_terminal else _lines)(title, console) as report:
@@ -34,13 +37,13 @@ def progress_bar(title: str, console: Console | None = None) -> Iterator[Report]
 @contextlib.contextmanager
 def _bar(title: str, console: Console) -> Iterator[Report]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("[dim]{task.fields[at]}"), console=console) as progress:
+    with Progress(*columns, TextColumn("[dim]{task.fields[item]}"), console=console) as progress:
         tasks = {}
 
-        def report(at: str, done: int, total: int) -> None:
+        def report(item: str, done: int, total: int) -> None:
             if total not in tasks:
-                tasks[total] = progress.add_task(title, total=total, at=at)
-            progress.update(tasks[total], completed=done, at=at)
+                tasks[total] = progress.add_task(title, total=total, item=item)
+            progress.update(tasks[total], completed=done, item=item)
 
         yield report
 
@@ -49,34 +52,38 @@ def _bar(title: str, console: Console) -> Iterator[Report]:
 def _lines(title: str, console: Console) -> Iterator[Report]:
     shown: dict[int, int] = {}
 
-    def report(at: str, done: int, total: int) -> None:
+    def report(item: str, done: int, total: int) -> None:
         quarter = 4 * done // max(total, 1)
         if quarter > shown.get(total, -1):
             shown[total] = quarter
-            console.print(f"{title}: {25 * quarter} % of {total / 1e6:.1f} MB ({at})", highlight=False, soft_wrap=True)
+            line = f"{title}: {25 * quarter} % of {total / 1e6:.1f} MB ({item})"
+            console.print(line, highlight=False, soft_wrap=True)
 
     yield report
 
 
 @contextlib.contextmanager
 def stage_bars(console: Console | None = None) -> Iterator[StageReport | None]:
-    """Gives the function that an engine reports its start to; None without a terminal, where the log says it all.
+    """Yield a function that reports stages, or None without a terminal, where the log is enough.
 
-    A stage's bar is shown until it is done; leaving takes away what a failed start has left.
+    Loading and compiling share one bar, which ends when the engine can take requests. Any other stage has its own bar.
+    Bars are shown until they are full, or until the context ends.
     """
     console = console or Console(stderr=True)
     bars: dict[str, tuple[Progress, TaskID]] = {}
 
-    def report(stage: str, done: int, total: int, at: str) -> None:
-        if stage not in bars:
-            count = DownloadColumn() if stage == "load" else MofNCompleteColumn()
-            columns = (TextColumn("{task.description}"), BarColumn(), count, TextColumn("[dim]{task.fields[at]}"))
-            progress = Progress(*columns, console=console, transient=True)
-            bars[stage] = progress, progress.add_task(stage, total=total, at=at)
+    def report(stage: str, done: int, total: int, item: str) -> None:
+        start, stop = START_SHARES.get(stage, (0.0, 1.0))
+        title = "starting" if stage in START_SHARES else stage
+        if title not in bars:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            progress = Progress(*columns, TextColumn("[dim]{task.fields[item]}"), console=console, transient=True)
+            bars[title] = progress, progress.add_task(title, total=1.0, item=item)
             progress.start()
-        progress, task = bars[stage]
-        progress.update(task, completed=done, at=at)
-        if done >= total:
+        progress, task = bars[title]
+        share = start + (stop - start) * done / max(total, 1)
+        progress.update(task, completed=share, item=f"{_count(stage, done, total)} {item}")
+        if share >= 1.0:
             progress.stop()
 
     try:
@@ -84,3 +91,9 @@ def stage_bars(console: Console | None = None) -> Iterator[StageReport | None]:
     finally:
         for progress, _ in bars.values():
             progress.stop()
+
+
+def _count(stage: str, done: int, total: int) -> str:
+    if stage == "load":
+        return f"weights: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+    return f"compiled: {done} of {total}" if stage == "compile" else f"{done} of {total}"

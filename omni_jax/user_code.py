@@ -1,4 +1,4 @@
-"""Functions that somebody else wrote, found by their dotted path: policies and controllers of one's own."""
+"""Custom functions given by their dotted path, such as policies and controllers."""
 
 import importlib
 import operator
@@ -7,21 +7,22 @@ from typing import Any
 
 
 def load_function(path: str, what: str, expected: str = "'package.module:function'") -> Callable[..., Any]:
-    """The function at `package.module:function`, imported now.
+    """Import and return the function at `package.module:function`.
 
     Args:
-        what: it is to be, for the error: "segment policy".
-        expected: what else a path could have been, for the error.
+        path: Dotted path of the function.
+        what: What the function is, for errors: "segment policy".
+        expected: What `path` may be, for errors.
 
     Raises:
-        ValueError: no such module or function, or it cannot be called.
+        ValueError: The path is malformed, the module or function does not exist, or it cannot be called.
     """
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
         raise ValueError(f"{what} {path!r}: expected {expected}")
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # importing runs somebody else's code
+    except Exception as error:  # importing runs custom code
         raise ValueError(f"{what} {path!r}: cannot import {module}: {type(error).__name__}: {error}") from error
     try:
         function = operator.attrgetter(name)(found)

@@ -1,4 +1,4 @@
-"""`make demo`: serve a small real model, ask it eight questions at once, show what came back and how fast."""
+"""`make demo`: serves a small real model, sends it eight questions at once, and shows the answers and their speed."""
 
 import asyncio
 import dataclasses
@@ -37,11 +37,11 @@ _START_TIMEOUT = 600.0  # seconds; the first start compiles
 
 @dataclasses.dataclass
 class Answer:
-    """What has come of one question so far. Times in seconds on the monotonic clock."""
+    """Answer to a question so far. Times are in seconds on the monotonic clock."""
 
     number: int
     question: str
-    asked: float = 0.0
+    sent_at: float = 0.0
     text: str = ""
     first_token: float | None = None
     ended: float = 0.0
@@ -50,22 +50,22 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first token; None when there were fewer than two."""
+        """Decode speed after the first token; None with fewer than two tokens."""
         if self.first_token is None or self.tokens < 2:
             return None
         return (self.tokens - 1) / max(self.ended - self.first_token, 1e-9)
 
 
 @dataclasses.dataclass(kw_only=True)
-class Readings:
-    """What /metrics said: the largest share of the KV pool in use, and compilations after warm-up."""
+class Metrics:
+    """Values of /metrics: the peak share of the KV cache in use, and the number of compilations after warm-up."""
 
-    peak_pool: float = 0.0
+    peak_usage: float = 0.0
     compilations: int = 0
 
 
 def main() -> int:
-    """Returns the exit code: 0 when every question was answered and the server stopped cleanly."""
+    """Return the exit code: 0 if every question was answered and the server stopped cleanly."""
     console = Console()
     stages = set()
     with progress_bar(NAME, console) as bar:
@@ -78,11 +78,11 @@ def main() -> int:
         try:
             model_dir = demo_model(progress=progress)
         except CheckpointError as error:
-            console.print(f"The demo model cannot be had: {error}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"The demo model is not available: {error}", soft_wrap=True, highlight=False, markup=False)
             return 1
     where = f"Model: {model_dir}" + (" (from the cache)" if stages == {"cached"} else "")
     console.print(where, soft_wrap=True, highlight=False, markup=False)
-    with run.bind("127.0.0.1", 0) as sock:  # a free port, given up again for the server to take
+    with run.bind("127.0.0.1", 0) as sock:  # find a free port for the server
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "serving.cli.main", "serve", str(model_dir), "--served-model-name", NAME]
     command += ["--port", str(port), "--no-access-log"]
@@ -90,15 +90,18 @@ def main() -> int:
 
 
 def demonstrate(command: Sequence[str], base: str, model: str, console: Console) -> int:
-    """Starts a server, talks to it, stops it.
+    """Start a server, send it the questions, and stop it.
 
     Args:
-        command: starts the server; it shows its own progress on standard error.
-        base: where it will answer.
+        command: starts the server, which shows its progress on standard error.
+        base: URL of the server.
+
+    Returns:
+        the exit code of the demo.
     """
     server = subprocess.Popen(command)
     try:
-        answers = asyncio.run(_talk(server, base, model, console))
+        answers = asyncio.run(_converse(server, base, model, console))
         server.send_signal(signal.SIGTERM)
         code = server.wait()
     finally:
@@ -109,26 +112,26 @@ def demonstrate(command: Sequence[str], base: str, model: str, console: Console)
     return 0 if code == 0 and all(answer.finish_reason in ("stop", "length") for answer in answers) else 1
 
 
-async def _talk(server: subprocess.Popen, base: str, model: str, console: Console) -> list[Answer]:
+async def _converse(server: subprocess.Popen, base: str, model: str, console: Console) -> list[Answer]:
     async with aiohttp.ClientSession() as session:
         await _until_healthy(server, session, base)
         console.print(f"\nAsking {len(QUESTIONS)} questions at once:\n", highlight=False)
-        readings = Readings()
-        polling = asyncio.create_task(_poll(session, base, readings))
+        metrics = Metrics()
+        polling = asyncio.create_task(_poll(session, base, metrics))
         started = time.monotonic()
         try:
             answers = await _ask_all(base, model, console)
         finally:
             polling.cancel()
         seconds = time.monotonic() - started
-        await _read_metrics(session, base, readings)
+        await _read_metrics(session, base, metrics)
     console.print()
     console.print(_table(answers, console.width))
     total = sum(answer.tokens for answer in answers)
     console.print(
         f"Together: {total} tokens in {seconds:.1f} s, {total / seconds:.0f} tokens/s; "
-        f"KV pool at most {100 * readings.peak_pool:.1f} % in use; "
-        f"{readings.compilations} compilations after warm-up.",
+        f"KV cache usage at most {100 * metrics.peak_usage:.1f} %; "
+        f"{metrics.compilations} compilations after warm-up.",
         highlight=False,
         soft_wrap=True,
     )
@@ -139,7 +142,7 @@ async def _until_healthy(server: subprocess.Popen, session: aiohttp.ClientSessio
     async with asyncio.timeout(_START_TIMEOUT):
         while True:
             if server.poll() is not None:
-                raise SystemExit(f"the server ended with exit code {server.returncode} before it was ready")
+                raise SystemExit(f"the server exited with code {server.returncode} before it was ready")
             try:
                 async with session.get(base + "/health") as response:
                     if response.status == 200:
@@ -151,7 +154,7 @@ async def _until_healthy(server: subprocess.Popen, session: aiohttp.ClientSessio
 
 async def _ask_all(base: str, model: str, console: Console) -> list[Answer]:
     answers = [Answer(number, question) for number, question in enumerate(QUESTIONS, 1)]
-    # Proxies of the environment are for the world outside, not for our own machine.
+    # Ignore proxy settings of the environment: the server is on this machine.
     http = openai.DefaultAsyncHttpxClient(trust_env=False)
     async with openai.AsyncOpenAI(base_url=base + "/v1", api_key="none", max_retries=0, http_client=http) as client:
         asking = [_ask(client, model, answer, None if console.is_terminal else console) for answer in answers]
@@ -166,9 +169,9 @@ async def _ask_all(base: str, model: str, console: Console) -> list[Answer]:
 
 
 async def _ask(client: openai.AsyncOpenAI, model: str, answer: Answer, lines_to: Console | None) -> None:
-    """Fills in `answer`; without a terminal its lines are printed as they become whole."""
+    """Fill in `answer`; if `lines_to` is set, print its lines there once they are complete."""
     printed = 0
-    answer.asked = time.monotonic()
+    answer.sent_at = time.monotonic()
     stream = await client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": answer.question}],
@@ -193,7 +196,7 @@ async def _ask(client: openai.AsyncOpenAI, model: str, answer: Answer, lines_to:
 
 
 def _print_lines(answer: Answer, printed: int, console: Console, *, rest: bool = False) -> int:
-    """Prints lines, or sentences, that are whole since `printed` characters; returns the new count."""
+    """Print the lines or sentences completed after `printed` characters. Returns the new count."""
     text = answer.text
     end = len(text) if rest else max((match.end() for match in re.finditer(r"\n+|(?<=[^\W\d])[.!?] ", text)), default=0)
     for line in text[printed:end].splitlines():
@@ -203,7 +206,7 @@ def _print_lines(answer: Answer, printed: int, console: Console, *, rest: bool =
 
 
 def _growing(answers: Sequence[Answer], console: Console) -> Table:
-    """The ends of all answers, as many lines of each as the screen has room for."""
+    """Return the last lines of all answers, as many as fit the screen."""
     room = max(1, (console.height - 2) // len(answers) - 1)
     width = max(20, console.width - 8)
     table = Table.grid(padding=(0, 1))
@@ -221,7 +224,7 @@ def _table(answers: Sequence[Answer], width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("end", no_wrap=True)
     for answer in answers:
-        waited = "-" if answer.first_token is None else f"{1000 * (answer.first_token - answer.asked):.0f} ms"
+        waited = "-" if answer.first_token is None else f"{1000 * (answer.first_token - answer.sent_at):.0f} ms"
         speed = "-" if answer.tokens_per_second is None else f"{answer.tokens_per_second:.1f}"
         table.add_row(
             *(str(answer.number), answer.question, waited, str(answer.tokens)),
@@ -230,18 +233,18 @@ def _table(answers: Sequence[Answer], width: int) -> Table:
     return table
 
 
-async def _poll(session: aiohttp.ClientSession, base: str, readings: Readings) -> None:
+async def _poll(session: aiohttp.ClientSession, base: str, metrics: Metrics) -> None:
     while True:
-        await _read_metrics(session, base, readings)
+        await _read_metrics(session, base, metrics)
         await asyncio.sleep(0.1)
 
 
-async def _read_metrics(session: aiohttp.ClientSession, base: str, readings: Readings) -> None:
+async def _read_metrics(session: aiohttp.ClientSession, base: str, metrics: Metrics) -> None:
     async with session.get(base + "/metrics") as response:
         text = await response.text()
     samples = dict(re.findall(r"^([a-z_:]+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
-    readings.peak_pool = max(readings.peak_pool, float(samples["vllm:kv_cache_usage_perc"]))
-    readings.compilations = int(float(samples["omni_jax:compiles_after_warmup_total"]))
+    metrics.peak_usage = max(metrics.peak_usage, float(samples["vllm:kv_cache_usage_perc"]))
+    metrics.compilations = int(float(samples["omni_jax:compiles_after_warmup_total"]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Engines over tiny checkpoints. Compiling is what is slow here, so programs are compiled once and shared.
+"""Engines of tiny checkpoints. Compiling is slow, so programs are compiled once and shared.
 
-`load_tiny(name)` compiles one of SETUPS; `sharing(loaded, ...)` lets Engine, AsyncEngine and LLM be made over it in no
-time, with fresh device state and with limits that need no other programs: fewer blocks, a smaller budget, a shorter
-context. Use one engine over the same `loaded` at a time.
+`load_tiny(name)` compiles one of SETUPS. Within `sharing(loaded, ...)`, Engine, AsyncEngine and LLM use these programs,
+with new device state and with limits that need no other programs: fewer blocks, a smaller budget, a shorter context.
+Use one engine of the same `loaded` at a time.
 """
 
 import atexit
@@ -34,7 +34,7 @@ BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # keys and values, layers, tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is compiled of which tiny checkpoint; `patches` are buckets of the vision tower."""
+    """A tiny checkpoint and the programs to compile; `patches` are buckets of the vision tower."""
 
     variant: str = "llama"
     decode: tuple[int, ...] = (2,)
@@ -73,19 +73,19 @@ def checkpoint(variant: str) -> Path:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if variant in tiny_vl.FAMILIES:
         return tiny_vl.write_tiny_vl(directory, variant)
-    if variant == "eight_heads":  # and two KV heads, for meshes
+    if variant == "eight_heads":  # with two KV heads, for meshes
         return tiny.write_tiny(directory, "qwen2_untied", num_attention_heads=8, head_dim=16)
     return tiny.write_tiny(directory, variant)
 
 
 @functools.cache
 def load_tiny(name: str) -> Loaded:
-    """A compiled setup."""
+    """Compile one of SETUPS."""
     return compile_tiny(SETUPS[name])
 
 
 def compile_tiny(setup: Setup, **options) -> Loaded:
-    """Loads with the setup's few buckets in place of the default ones."""
+    """Load a setup, with its few buckets instead of the default ones."""
     buckets = Buckets(decode=setup.decode, mixed=setup.mixed)
     with (
         one_process_at_a_time((setup, options)),
@@ -98,7 +98,7 @@ def compile_tiny(setup: Setup, **options) -> Loaded:
 
 @contextlib.contextmanager
 def sharing(loaded: Loaded, **limits) -> Iterator[Path]:
-    """Within it, engines are made of `loaded`, with fields of EngineInfo changed by `limits`. Gives the directory."""
+    """A context in which engines use `loaded`, with fields of EngineInfo replaced by `limits`. Yields the directory."""
     loaded.runner.reset()
     changed = dataclasses.replace(loaded, info=dataclasses.replace(loaded.info, **limits))
     with mock.patch.object(engine_module, "load", return_value=changed):
@@ -108,7 +108,7 @@ def sharing(loaded: Loaded, **limits) -> Iterator[Path]:
 def make_engine(
     loaded: Loaded, *, seed: int | None = None, options: Mapping[str, Any] | None = None, **limits
 ) -> Engine:
-    """`options` are fields of EngineConfig that need no other programs: policies, objectives."""
+    """Make an engine. `options` are fields of EngineConfig that need no other programs: policies, objectives."""
     with sharing(loaded, **limits) as model_dir:
         return Engine(EngineConfig(model_dir=model_dir, seed=seed, **(options or {})))
 
@@ -121,14 +121,14 @@ def greedy(**fields) -> SamplingParams:
 
 
 def request(name: str, prompt: int | Iterable[int], params: SamplingParams | None = None) -> Request:
-    """A request for so many tokens of tiny.prompt, or for these."""
+    """A request with `prompt` tokens of tiny.prompt, or with the given ids."""
     ids = tiny.prompt(prompt) if isinstance(prompt, int) else prompt
     return Request(id=name, prompt_ids=tuple(ids), params=params or greedy())
 
 
 @dataclasses.dataclass(kw_only=True)
 class Answer:
-    """All deltas of one continuation, put together."""
+    """All deltas of one continuation combined."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
@@ -144,7 +144,7 @@ class Answer:
         self.text += delta.text
         self.logprobs += delta.logprobs
         if delta.prompt_logprobs is not None:
-            assert self.prompt_logprobs is None, "prompt logprobs came twice"
+            assert self.prompt_logprobs is None, "prompt logprobs were returned twice"
             self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
 
@@ -153,8 +153,8 @@ Answers = dict[tuple[str, int], Answer]
 
 
 def run(engine: Engine, *requests: Request, each_step: Callable[[], Iterable[Delta] | None] = lambda: None) -> Answers:
-    """Runs requests, and all else the engine has, to the end; answers by (request id, index). `each_step` is called
-    after each step and may bring deltas of its own."""
+    """Run the engine until it has no work, and return answers by (request id, index). `each_step` is called after each
+    step and may return more deltas."""
     for item in requests:
         engine.add(item)
     answers: Answers = {}
@@ -163,18 +163,18 @@ def run(engine: Engine, *requests: Request, each_step: Callable[[], Iterable[Del
         for delta in [*engine.step(), *(each_step() or ())]:
             answers.setdefault((delta.request_id, delta.index), Answer()).take(delta)
         steps += 1
-        assert steps < 10_000, "the engine does not come to an end"
+        assert steps < 10_000, "the engine does not finish"
     assert_idle(engine)
     return answers
 
 
 def alone(loaded: Loaded, item: Request, **limits) -> Answer:
-    """The first continuation of a request that has an engine for itself."""
+    """The first continuation of a request that runs alone in an engine."""
     return run(make_engine(loaded, **limits), item)[item.id, 0]
 
 
 def assert_idle(engine: Engine) -> None:
-    """OP-04: nothing is held when there is nothing to do."""
+    """OP-04: an idle engine holds nothing."""
     stats = engine.stats()
     assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
     assert stats.encoder_cache_usage == 0.0

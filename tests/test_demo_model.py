@@ -1,6 +1,6 @@
 """The demo model, SmolLM2-135M-Instruct, through the whole engine. Known answers: tests/goldens/README.md.
 
-Skipped where the model is not: `python -m checkpoints.demo_model` fetches it, as `make test` does.
+Skipped if the model is missing: `python -m checkpoints.demo_model` fetches it, as `make test` does.
 """
 
 import os
@@ -37,7 +37,7 @@ What is the population of Rome?"""
 
 def directory() -> Path:
     given = os.environ.get("OMNI_JAX_DEMO_MODEL")
-    return Path(given) if given else demo_model.default_cache_dir() / demo_model._LAYOUT / demo_model.NAME
+    return Path(given) if given else demo_model.default_cache_dir() / demo_model.LAYOUT / demo_model.NAME
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def llm():
     model = directory()
     if not (model / "config.json").exists():
         pytest.skip(f"the demo model is not in {model}: fetch it with `python -m checkpoints.demo_model`")
-    buckets = Buckets(decode=(2,), mixed=(128,))  # thirty layers take long to compile
+    buckets = Buckets(decode=(2,), mixed=(128,))  # few programs: thirty layers take long to compile
     with (
         one_process_at_a_time(),
         mock.patch.object(loading, "default_buckets", return_value=buckets),
@@ -72,7 +72,7 @@ def test_the_capital_of_france(llm):
 
 
 def test_nll_of_an_english_paragraph(llm):
-    """Query and key rows in GGUF's order would still give fluent text, and about twice the NLL."""
+    """Query and key rows left in GGUF's order give fluent text too, but about twice the NLL."""
     [score] = llm.score(PARAGRAPH)
     assert len(score.token_ids) == 164
     assert score.mean_nll < 2.2

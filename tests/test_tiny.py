@@ -1,4 +1,4 @@
-"""The tiny checkpoints themselves: deterministic, loadable by transformers' tokenizer classes, sharded losslessly."""
+"""The tiny checkpoints: deterministic, readable by transformers' config and tokenizer classes, sharded losslessly."""
 
 import json
 
@@ -23,15 +23,15 @@ def test_transformers_reads_config_and_tokenizer(tmp_path, variant):
     assert len(tokenizer) == 512
 
 
-def test_chat_template_copes_with_null_content(tmp_path):
+def test_chat_template_accepts_null_content(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tiny(tmp_path, "qwen2"))
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer(text)["input_ids"][0] == 1  # the marker is one token
+    assert tokenizer(text)["input_ids"][0] == 1  # <|im_start|> is one token
 
 
-def test_same_seed_same_weights_other_seed_others():
+def test_weights_depend_on_the_seed_only():
     a, b, c = (tiny.weights(tiny.config("qwen3"), seed=seed) for seed in (0, 0, 1))
     assert all(np.array_equal(a[name], b[name]) for name in a)
     assert not any(np.array_equal(a[name], c[name]) for name in a)
@@ -39,7 +39,7 @@ def test_same_seed_same_weights_other_seed_others():
     assert abs(query.std() * np.sqrt(query.shape[1]) - 1.7) < 0.05
 
 
-def test_overrides_change_shapes_and_nothing_else(tmp_path):
+def test_overrides_change_shapes_but_no_values(tmp_path):
     directory = tiny.write_tiny(tmp_path, "llama", num_hidden_layers=3, vocab_size=600)
     tensors, small = load_file(directory / "model.safetensors"), tiny.weights(tiny.config("llama"))
     assert tensors["lm_head.weight"].shape == (600, 64)

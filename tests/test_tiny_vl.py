@@ -1,5 +1,5 @@
-"""The tiny vision checkpoints themselves, as far as it can be told without torch: deterministic, read by transformers'
-config, tokenizer and image processor classes, and prompts that are what the chat template makes of them."""
+"""The tiny vision checkpoints, without torch: deterministic, readable by transformers' config, tokenizer and image
+processor classes, and with prompts that equal the chat template's output."""
 
 import itertools
 import json
@@ -58,14 +58,14 @@ def test_layouts_differ_in_names_only(tmp_path, family):
 
 
 @BOTH
-def test_same_seed_same_weights_other_seed_others(family):
+def test_weights_depend_on_the_seed_only(family):
     a, b, c = (tiny_vl.weights(family, seed=seed) for seed in (0, 0, 1))
     assert all(np.array_equal(a[name], b[name]) for name in a)
     assert not any(np.array_equal(a[name], c[name]) for name in a)
     assert all(tensor.dtype == np.float32 for tensor in a.values())
 
 
-def test_overrides_change_shapes_and_nothing_else(tmp_path):
+def test_overrides_change_shapes_but_no_values(tmp_path):
     directory = tiny_vl.write_tiny_vl(
         tmp_path,
         "qwen2_5_vl",
@@ -92,7 +92,7 @@ def test_overrides_change_shapes_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("name", tiny_vl.CASES)
-def test_expanded_ids_are_the_template_with_placeholders_repeated(tmp_path, name):
+def test_expanded_ids_equal_the_template_with_repeated_placeholders(tmp_path, name):
     case = tiny_vl.CASES[name]
     directory = tiny_vl.write_tiny_vl(tmp_path, "qwen2_vl")
     hf = AutoTokenizer.from_pretrained(directory)
@@ -104,7 +104,7 @@ def test_expanded_ids_are_the_template_with_placeholders_repeated(tmp_path, name
     assert ids == tiny_vl.expanded_ids(case)
 
 
-def test_template_takes_strings_openai_parts_and_numbers(tmp_path):
+def test_template_accepts_strings_and_openai_parts_and_numbers_images(tmp_path):
     hf = AutoTokenizer.from_pretrained(tiny_vl.write_tiny_vl(tmp_path, "qwen2_5_vl", layout="5"))
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -129,11 +129,11 @@ def test_template_takes_strings_openai_parts_and_numbers(tmp_path):
     )
 
 
-def test_images_keep_their_size_and_differ(tmp_path):
+def test_images_are_not_resized_and_differ(tmp_path):
     processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_vl.write_tiny_vl(tmp_path, "qwen2_vl"))
-    seen = [item for case in tiny_vl.CASES.values() for item in case.items]
-    assert len({item.seed for item in seen}) == len(seen)
-    for item in seen:
+    items = [item for case in tiny_vl.CASES.values() for item in case.items]
+    assert len({item.seed for item in items}) == len(items)
+    for item in items:
         array = item.array() if item.modality == "image" else item.arrays()[0]
         assert array.shape == (item.rows, item.cols, 3)
         assert array.dtype == np.uint8
@@ -144,5 +144,5 @@ def test_images_keep_their_size_and_differ(tmp_path):
     frames = item.arrays()
     assert (len(frames), item.grid, item.seconds_per_grid) == (5, (3, 6, 10), 0.8)
     assert all(not np.array_equal(a, b) for a, b in itertools.pairwise(frames))
-    # The same bytes everywhere: the first row of one image.
+    # The bytes are the same in every environment: the first row of one image.
     assert tiny_vl.image(8, 8, 0)[0, :, 0].tolist() == [131, 134, 138, 142, 146, 150, 23, 27]

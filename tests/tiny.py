@@ -1,7 +1,7 @@
-"""Tiny checkpoints with random weights, written as Hugging Face directories: the same bytes in every environment.
+"""Tiny checkpoints with random weights, as Hugging Face directories: the same bytes in every environment.
 
-Both the engine's tests and the oracle that makes the goldens (tests/goldens/make.py) call these functions, so no
-weights are kept in git. Only numpy, safetensors and tokenizers are imported: neither JAX nor torch.
+The engine's tests and the script that makes the goldens (tests/goldens/make.py) call these functions, so git holds no
+weights. This module imports numpy, safetensors and tokenizers only, neither JAX nor torch.
 """
 
 import json
@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 64, 150)  # around a block of 16, and longer than several
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 64, 150)  # around one block of 16 tokens, and several blocks
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 EOS_IDS = (2, 0)
 
@@ -21,7 +21,7 @@ _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sli
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "head_dim": 32,  # not hidden_size / num_attention_heads, as in Qwen3 itself
+    "head_dim": 32,  # not hidden_size / num_attention_heads, as in the real Qwen3
     "attention_bias": False,
     "use_sliding_window": False,
 }
@@ -40,7 +40,7 @@ _YARN_ROPE = {
     "original_max_position_embeddings": 256,
 }
 
-# What each variant changes in _COMMON.
+# The changes of each variant to _COMMON.
 VARIANTS = {
     "llama": _LLAMA,
     "llama3": _LLAMA | {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True},
@@ -70,7 +70,7 @@ _COMMON = {
     "transformers_version": "5.24.0",
 }
 
-# Content may be null (an assistant turn that only called a tool).
+# Content may be null, in an assistant turn that only calls a tool.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}"
@@ -78,7 +78,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Merges are spelled out of these words, letter by letter, until the vocabulary is full.
+# Merges build these words letter by letter until the vocabulary is full.
 _WORDS = """
 the of and to in is that it was for on are as with his they at be this have from or one had by word but not what all
 were we when your can said there use an each which she do how their if will up other about out many then them these so
@@ -89,20 +89,20 @@ assistant system model token answer question
 
 
 def config(variant: str, **overrides) -> dict:
-    """The config.json of a variant, with any of its keys replaced."""
+    """The config.json of a variant, with `overrides` applied."""
     if variant not in VARIANTS:
-        raise ValueError(f"unknown tiny variant {variant!r}; there are {', '.join(VARIANTS)}")
+        raise ValueError(f"unknown tiny variant {variant!r}; available: {', '.join(VARIANTS)}")
     return _COMMON | VARIANTS[variant] | overrides
 
 
 def write_tiny(directory: Path | str, variant: str, *, seed: int = 0, **config_overrides) -> Path:
-    """Writes a whole Hugging Face directory (float32) and returns it.
+    """Write a complete Hugging Face directory (float32); return its path.
 
     Args:
-        directory: made if it is not there.
+        directory: created if it does not exist.
         variant: a key of VARIANTS: "llama", "llama3", "llama_yarn", "qwen2", "qwen2_untied", "qwen3", "qwen3_tied".
-        seed: of the weights.
-        config_overrides: replace keys of config.json; shapes follow them.
+        seed: seed of the weights.
+        config_overrides: changes to config.json; the weights' shapes follow them.
     """
     cfg = config(variant, **config_overrides)
     return write_directory(
@@ -124,7 +124,7 @@ def write_directory(
     max_length: int,
     chat_template: str | None,
 ) -> Path:
-    """The files every tiny checkpoint has; chat_template None leaves it to the caller to write one."""
+    """Write the files that all tiny checkpoints have; with chat_template None, the caller writes the template."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     generation = {"bos_token_id": 1, "eos_token_id": list(EOS_IDS), "pad_token_id": 0, "do_sample": False}
@@ -147,11 +147,11 @@ def write_directory(
 
 
 def weights(cfg: dict, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 weights by Hugging Face name, [out, in]. Each tensor has a stream of its own, so that a tensor keeps its
-    values when the config changes elsewhere (a longer stack, an untied head).
+    """float32 weights by Hugging Face name, [out, in].
 
-    The scales keep activations near 1, make attention look at few tokens (scores have a deviation of about 3) and
-    logits deviate by about 4: greedy output is varied and depends on the whole context.
+    Each tensor has its own random stream, so it keeps its values when the config changes elsewhere (more layers, an
+    untied head). The scales keep activations near 1, make attention focus on few tokens (scores have a deviation of
+    about 3), and give logits a deviation of about 4: greedy output is varied and depends on the whole context.
     """
     hidden, ffn = cfg["hidden_size"], cfg["intermediate_size"]
     heads, kv_heads = cfg["num_attention_heads"], cfg["num_key_value_heads"]
@@ -160,8 +160,8 @@ def weights(cfg: dict, *, seed: int = 0) -> dict[str, np.ndarray]:
     tensors = {}
 
     def add(name, shape, std, mean=0.0):
-        # Counted from 12, the first stream whose goldens have no near tie between two tokens (see make.SMALLEST_GAP)
-        # and go round in no short circle.
+        # 12 is the first stream whose goldens have no near tie of two tokens (see make.SMALLEST_GAP) and do not repeat
+        # a short cycle.
         tensors[name] = draw(f"{seed + 12}/{name}", shape, std, mean)
 
     def linear(name, rows, columns, gain=1.0, bias=False):
@@ -169,8 +169,8 @@ def weights(cfg: dict, *, seed: int = 0) -> dict[str, np.ndarray]:
         if bias:
             add(f"{name}.bias", (rows,), 0.5)
 
-    # A tied head prefers the token it has just read, and greedy output would soon go round in circles; small embeddings
-    # drown in the residual stream, and a larger final norm makes up for them.
+    # A tied head prefers the token just read, so greedy output would soon repeat. Small embeddings have little weight
+    # in the residual stream; a larger final norm compensates for them.
     tied = cfg["tie_word_embeddings"]
     add("model.embed_tokens.weight", (cfg["vocab_size"], hidden), 0.2 if tied else 1.0)
     for i in range(cfg["num_hidden_layers"]):
@@ -194,14 +194,14 @@ def weights(cfg: dict, *, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def prompt(length: int, *, seed: int = 0, vocab_size: int = 512) -> list[int]:
-    """Token ids without special tokens; the goldens are of prompt(n) for n in PROMPT_LENGTHS."""
+    """Random token ids without special tokens. The goldens use prompt(n) for n in PROMPT_LENGTHS."""
     low = len(SPECIAL_TOKENS)
     raw = np.random.PCG64([seed, length, 7]).random_raw(length)
     return [low + int(x) for x in raw % np.uint64(vocab_size - low)]
 
 
 def tokenizer(vocab_size: int = 512) -> Tokenizer:
-    """A byte-level BPE of at most vocab_size tokens: specials, the 256 bytes, then merges for common English words."""
+    """A byte-level BPE of up to vocab_size tokens: special tokens, 256 bytes, then merges for common English words."""
     vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
     merges = []
     for word in (prefix + word for word in _WORDS.split() for prefix in ("Ġ", "")):
@@ -217,7 +217,7 @@ def tokenizer(vocab_size: int = 512) -> Tokenizer:
 
 
 def write_shards(directory: Path | str, shards: int = 3) -> Path:
-    """Splits a directory's model.safetensors into `shards` files with a model.safetensors.index.json."""
+    """Split a directory's model.safetensors into `shards` files with a model.safetensors.index.json."""
     directory = Path(directory)
     tensors = load_file(directory / "model.safetensors")
     weight_map = {}
@@ -234,8 +234,10 @@ def write_shards(directory: Path | str, shards: int = 3) -> Path:
 
 
 def draw(stream: str, shape: tuple[int, ...], std: float, mean: float) -> np.ndarray:
-    """Uniform float32 numbers of this mean and deviation. They are made from the bit generator's raw output, the only
-    part of numpy's random numbers whose stream may not change between versions (NEP 19)."""
+    """Uniform float32 values with this mean and deviation.
+
+    They come from the bit generator's raw output, the only random stream that numpy keeps across versions (NEP 19).
+    """
     raw = np.random.PCG64(zlib.crc32(stream.encode())).random_raw(int(np.prod(shape)))
     unit = (raw >> np.uint64(11)) * 2.0**-53 - 0.5  # in [-1/2, 1/2), deviation 1/sqrt(12)
     return (mean + std * np.sqrt(12.0) * unit).astype(np.float32).reshape(shape)

@@ -1,6 +1,6 @@
-"""Tiny Qwen2-VL and Qwen2.5-VL checkpoints with random weights, and the prompts with images their goldens are of.
+"""Tiny Qwen2-VL and Qwen2.5-VL checkpoints with random weights, and the conversations of their goldens.
 
-Like tests/tiny.py: the same bytes in every environment, from numpy, safetensors and tokenizers alone.
+Like tests/tiny.py: the same bytes in every environment, and no imports but numpy, safetensors and tokenizers.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from tokenizers import AddedToken, Tokenizer
 from tests import tiny
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-LAYOUTS = ("4", "5")  # of transformers: what config.json and the tensors look like
+LAYOUTS = ("4", "5")  # transformers versions, with different layouts of config.json and tensor names
 MEDIA_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")  # 507..511
-SYSTEM = "You are a helpful assistant."  # what the template puts before a conversation that brings no system message
+SYSTEM = "You are a helpful assistant."  # the template's default system message
 
-PATCH, MERGE, FRAMES = 4, 2, 2  # pixels of a patch, patches of a token (each way), frames of a patch
-UNIT = PATCH * MERGE  # sides of the images below are multiples of it, so that nothing is resized
+PATCH, MERGE, FRAMES = 4, 2, 2  # side of a patch in pixels, side of a merge block in patches, frames of a patch
+UNIT = PATCH * MERGE  # sides of the images below are multiples of it, so they are not resized
 MIN_PIXELS, MAX_PIXELS = 4 * UNIT**2, 128 * UNIT**2
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's, as in Qwen's files
 
@@ -35,8 +35,8 @@ _TEXT = {
     "hidden_act": "silu",
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
-    # Of the eight frequencies the last three turn with the column. With the usual bases they would hardly turn over an
-    # image of a few tokens, and an error in the columns would not show.
+    # The last three of the eight frequencies rotate with the column. With the usual bases they would hardly rotate over
+    # an image of a few tokens, and an error in the columns would have no effect.
     "rope_theta": 100.0,
     "mrope_section": [2, 3, 3],
     "attention_dropout": 0.0,
@@ -58,7 +58,7 @@ _TEXTS = {
     "qwen2_vl": _TEXT | {"tie_word_embeddings": False},
     "qwen2_5_vl": _TEXT | {"tie_word_embeddings": True},
 }
-# hidden_size of Qwen2-VL's tower, and out_hidden_size of Qwen2.5-VL's, are the text's hidden size.
+# Not listed: hidden_size of Qwen2-VL's tower and out_hidden_size of Qwen2.5-VL's, which are the text's hidden size.
 _VISIONS = {
     "qwen2_vl": _VISION | {"depth": 3, "embed_dim": 48, "num_heads": 3, "mlp_ratio": 4, "hidden_act": "quick_gelu"},
     "qwen2_5_vl": _VISION
@@ -68,14 +68,13 @@ _VISIONS = {
         "intermediate_size": 84,
         "num_heads": 2,
         "hidden_act": "silu",
-        "window_size": 4 * UNIT,  # windows of 4 x 4 tokens: images below have whole, partial and single ones
+        "window_size": 4 * UNIT,  # windows of 4 x 4 tokens: the images below have full and partial ones
         "fullatt_block_indexes": [1, 3],
         "tokens_per_second": 2,
     },
 }
 
-# Qwen2-VL's rules: a string or a list of parts, told apart by type or by the key they carry; images are numbered
-# when asked to.
+# Like Qwen2-VL's: content is a string or a list of parts, distinguished by type or key; add_vision_id numbers images.
 CHAT_TEMPLATE = (
     "{% set seen = namespace(image=0, video=0) %}"
     "{% macro slot(kind, title) %}"
@@ -101,7 +100,7 @@ CHAT_TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageItem:
-    """A still image by its size in pixels and a seed."""
+    """An image, given by its size in pixels and a seed."""
 
     rows: int
     cols: int
@@ -121,7 +120,7 @@ class ImageItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VideoItem:
-    """A video as its sampled frames; fps is how many of them were taken from a second."""
+    """A video, given by the size, number and seed of its sampled frames; fps is the sampling rate."""
 
     rows: int
     cols: int
@@ -142,25 +141,24 @@ class VideoItem:
         return FRAMES / self.fps
 
     def arrays(self) -> list[np.ndarray]:
-        """Frames, uint8 [rows, cols, 3] each: an image that moves to the right, and its top down."""
+        """The frames, uint8 [rows, cols, 3] each: an image that moves to the right and down."""
         still = image(self.rows, self.cols, self.seed)
         return [np.roll(still, (k, 3 * k), axis=(0, 1)) for k in range(self.frames)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A conversation that waits for an answer: (role, parts) after (role, parts), a part being a text or what is seen
-    there."""
+    """A conversation before the assistant's answer: turns of (role, parts). A part is a text, an image or a video."""
 
     turns: tuple[tuple[str, tuple[str | ImageItem | VideoItem, ...]], ...]
 
     @property
     def items(self) -> tuple[ImageItem | VideoItem, ...]:
-        """What is seen, in the order of the prompt."""
+        """Images and videos, in the order of the prompt."""
         return tuple(part for _, parts in self.turns for part in parts if not isinstance(part, str))
 
     def messages(self, part: Callable[[ImageItem | VideoItem], dict] | None = None) -> list[dict]:
-        """Chat messages; `part` makes a content part of an image or video, by default {"type": "image" or "video"}."""
+        """Chat messages. `part` converts an item to a content part. Default: {"type": "image" or "video"}."""
         part = part or (lambda item: {"type": item.modality})
         return [
             {"role": role, "content": [{"type": "text", "text": p} if isinstance(p, str) else part(p) for p in parts]}
@@ -193,7 +191,7 @@ CASES = {
             ),
         )
     ),
-    # 2.5 frames a second are 0.8 seconds a step, 1.6 temporal positions: 0, 1.6, 3.2, cut off to 0, 1, 3.
+    # 2.5 fps are 0.8 seconds or 1.6 temporal positions per step: 0, 1.6, 3.2, truncated to 0, 1, 3.
     "video": Case(turns=(("user", (VideoItem(rows=24, cols=40, frames=5, fps=2.5, seed=8), "Who is it?")),)),
     "two_turns": Case(
         turns=(
@@ -219,14 +217,14 @@ CASES = {
 
 
 def config(family: str, *, layout: str = "4", **overrides) -> dict:
-    """The config.json of a family, as Qwen's own files ("4") or as transformers 5 writes it ("5").
+    """The config.json of a family, in the layout of Qwen's own files ("4") or of transformers 5 ("5").
 
     Args:
-        overrides: replace keys of the text model, by their names in layout 4; vision_config={...} replaces the keys in
-            it of the tower's.
+        overrides: changes to the text model's keys, by their names in layout 4; vision_config={...} changes keys of the
+            tower.
     """
     if family not in FAMILIES or layout not in LAYOUTS:
-        raise ValueError(f"no tiny checkpoint of {family!r} in layout {layout!r}; there are {FAMILIES}, {LAYOUTS}")
+        raise ValueError(f"no tiny checkpoint of {family!r} in layout {layout!r}; available: {FAMILIES}, {LAYOUTS}")
     text, vision = _sizes(family, overrides)
     theta, section, tied = (text.pop(key) for key in ("rope_theta", "mrope_section", "tie_word_embeddings"))
     vocab = tokenizer(text["vocab_size"])
@@ -278,16 +276,16 @@ def write_tiny_vl(
     processor: Mapping | None = None,
     **overrides,
 ) -> Path:
-    """Writes a whole Hugging Face directory (float32) and returns it.
+    """Write a complete Hugging Face directory (float32); return its path.
 
     Args:
-        directory: made if it is not there.
+        directory: created if it does not exist.
         family: "qwen2_vl" or "qwen2_5_vl".
-        layout: "4": a flat config.json and tensors `visual.…`, `model.layers.…`, as Qwen published them; "5": nested,
-            `model.visual.…`, `model.language_model.…`, and the chat template in a file of its own.
-        seed: of the weights.
-        processor: replaces keys of preprocessor_config.json.
-        overrides: replace keys of config.json, see `config`; shapes follow them.
+        layout: "4": a flat config.json and tensors `visual.…`, `model.layers.…`, as published by Qwen. "5": a nested
+            config, tensors `model.visual.…`, `model.language_model.…`, and the chat template in its own file.
+        seed: seed of the weights.
+        processor: changes to preprocessor_config.json.
+        overrides: changes to config.json, see `config`; the weights' shapes follow them.
     """
     cfg = config(family, layout=layout, **overrides)
     text, vision = _sizes(family, overrides)
@@ -327,18 +325,21 @@ def write_tiny_vl(
 
 
 def weights(family: str, *, layout: str = "4", seed: int = 0, **overrides) -> dict[str, np.ndarray]:
-    """float32 weights by Hugging Face name in a layout. Text as in tests/tiny.py; the tower's scales keep its stream
-    near 1, let its attention look at few patches, and give features of the size of the embeddings they stand among."""
+    """float32 weights by Hugging Face name in a layout.
+
+    The text model is as in tests/tiny.py. The tower's scales keep its activations near 1, make its attention focus on
+    few patches, and give features of the size of the text's embeddings.
+    """
     text, vision = _sizes(family, overrides)
     seed += _FIRST_STREAM[family]
-    tensors = tiny.weights(text | {"model_type": "qwen2"}, seed=seed)  # Qwen2's tensors, biases included
+    tensors = tiny.weights(text | {"model_type": "qwen2"}, seed=seed)  # Qwen2's tensors, including biases
     tensors |= _tower(family, text, vision, seed)
     if layout == "4":
         return tensors
     return {_layout_5(name): tensor for name, tensor in tensors.items()}
 
 
-_FIRST_STREAM = {"qwen2_vl": 0, "qwen2_5_vl": 0}  # see tiny.weights: no near ties, no short circles
+_FIRST_STREAM = {"qwen2_vl": 0, "qwen2_5_vl": 0}  # see tiny.weights: no near ties, no short cycles
 
 
 def _tower(family: str, text: dict, vision: dict, seed: int) -> dict[str, np.ndarray]:
@@ -376,7 +377,7 @@ def _tower(family: str, text: dict, vision: dict, seed: int) -> dict[str, np.nda
         else:
             linear(f"{block}.mlp.fc1", ffn, width, gain=1.5)
             linear(f"{block}.mlp.fc2", width, ffn)
-    size = 0.2 if text["tie_word_embeddings"] else 1.0  # of an embedding
+    size = 0.2 if text["tie_word_embeddings"] else 1.0  # deviation of an embedding
     norm("merger.ln_q")
     linear("merger.mlp.0", merged, merged, gain=2.0)
     linear("merger.mlp.2", out, merged, gain=size, bias=0.1 * size)
@@ -390,45 +391,47 @@ def _layout_5(name: str) -> str:
 
 
 def _sizes(family: str, overrides: Mapping) -> tuple[dict, dict]:
-    """Text and vision settings, each a copy; the tower gives features of the text's width."""
+    """Copies of the text and vision settings with `overrides`; features have the text's width."""
     text = _TEXTS[family] | {key: value for key, value in overrides.items() if key != "vision_config"}
     width = {"hidden_size" if family == "qwen2_vl" else "out_hidden_size": text["hidden_size"]}
     return text, _VISIONS[family] | width | dict(overrides.get("vision_config", {}))
 
 
 def tokenizer(vocab_size: int = 512) -> Tokenizer:
-    """tiny.tokenizer with MEDIA_TOKENS as its last five, at most vocab_size in all."""
+    """tiny.tokenizer with MEDIA_TOKENS as its last five tokens, up to vocab_size in total."""
     result = tiny.tokenizer(vocab_size - len(MEDIA_TOKENS))
     result.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in MEDIA_TOKENS])
     return result
 
 
 def expanded_ids(case: Case) -> list[int]:
-    """The prompt of a case with a placeholder for each feature, written down without template or processor; it ends
-    with the beginning of the assistant's turn."""
+    """The prompt of a case with one placeholder per feature, built without template or processor.
+
+    It ends with the beginning of the assistant turn.
+    """
     turns = case.turns if case.turns[0][0] == "system" else (("system", (SYSTEM,)), *case.turns)
-    texts = [f"<|im_start|>{role}\n{''.join(map(_spelt, parts))}<|im_end|>\n" for role, parts in turns]
+    texts = [f"<|im_start|>{role}\n{''.join(map(_part_text, parts))}<|im_end|>\n" for role, parts in turns]
     return tokenizer().encode("".join(texts) + "<|im_start|>assistant\n").ids
 
 
-def _spelt(part: str | ImageItem | VideoItem) -> str:
+def _part_text(part: str | ImageItem | VideoItem) -> str:
     if isinstance(part, str):
         return part
     return f"<|vision_start|>{f'<|{part.modality}_pad|>' * num_tokens(part)}<|vision_end|>"
 
 
 def num_tokens(item: ImageItem | VideoItem) -> int:
-    """Placeholders, and features, of an image or video."""
+    """Number of placeholders and features of an image or video."""
     return int(np.prod(item.grid)) // MERGE**2
 
 
 def frames(item: ImageItem | VideoItem) -> list[np.ndarray]:
-    """What is seen of an item: the one image of an image, the frames of a video."""
+    """The images of an item: one of an image, all frames of a video."""
     return [item.array()] if isinstance(item, ImageItem) else item.arrays()
 
 
 def image(rows_px: int, cols_px: int, seed: int) -> np.ndarray:
-    """uint8 [rows_px, cols_px, 3]: coloured squares of 6 pixels, across the edges of patches, over a gradient."""
+    """uint8 [rows_px, cols_px, 3]: coloured squares of 6 pixels, which cross patch edges, plus a gradient."""
     shape = (-(-rows_px // 6), -(-cols_px // 6), 3)
     raw = np.random.PCG64([seed, rows_px, cols_px]).random_raw(int(np.prod(shape)))
     squares = (raw % np.uint64(192)).astype(np.int64).reshape(shape).repeat(6, axis=0).repeat(6, axis=1)

@@ -1,4 +1,4 @@
-"""The engine beside a bare JAX loop, transformers and other engines, on this CPU. See benchmarks/README.md."""
+"""Speed of the engine beside a bare JAX loop, transformers and other engines, on this CPU. See benchmarks/README.md."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from benchmarks import models, report
 from benchmarks.cpu import cases
 from benchmarks.cpu.cases import CASES, Case
 from benchmarks.cpu.peers_case import PEERS
-from benchmarks.processes import Worker, say
+from benchmarks.processes import Worker, log
 from benchmarks.rounds import Series, first_difference, long_row_ratio
 
 LAYOUTS = ("in, out", "out, in")
@@ -20,7 +20,7 @@ WARMUP = 2  # decode steps of each contender before the first round
 EXAMPLE = """example, about a minute:
   python -m benchmarks.cpu --model smollm2 --dtype float32 --cases decode-8 --rounds 1
 
-with transformers, in an environment of its own, and llama.cpp with its own file of the same weights:
+with transformers in another environment, and llama.cpp with its own file of the same weights:
   python -m benchmarks.cpu --model smollm2 --torch-python .venv-goldens/bin/python \\
       --peer llama.cpp=.venv-llama/bin/python:smollm2-f32.gguf --markdown table.md
 """
@@ -28,7 +28,7 @@ with transformers, in an environment of its own, and llama.cpp with its own file
 
 @dataclasses.dataclass(kw_only=True)
 class Measured:
-    """Everything of one model in one dtype."""
+    """Results of a model in a dtype."""
 
     model: str
     dtype: str
@@ -41,7 +41,7 @@ def main() -> None:
     args = _parse()
     chosen = [case for case in CASES if case.name in args.cases]
     machine = report.machine()
-    say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
+    log(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
     results = []
     for model in models.MODELS if args.model == "all" else [args.model]:
         directory = models.locate(model, args.directory)
@@ -62,17 +62,17 @@ def _measure(args, model: str, directory: Path, dtype: str, chosen: list[Case]) 
         if short := [case for case in chosen if case.kind != "long"]:
             workers = _start(args, directory, dtype, Path(logs), measured)
             for case in short:
-                running = [w for w in workers if case.everyone or w.name.startswith(("omni-jax", "bare"))]
+                running = [w for w in workers if case.all_contenders or w.name.startswith(("omni-jax", "bare"))]
                 measure = _prefill if case.kind == "prefill" else _decode
                 measured.rows.append(measure(args, case, cases.prompts(case.lengths, vocab_size), running))
-                say(report.line(measured.rows[-1]), indent=1)
+                log(report.line(measured.rows[-1]), indent=1)
             for worker in workers:
                 worker.stop()
         for case in (case for case in chosen if case.kind == "long"):
-            say(f"{model} {dtype}: starting the engine with a long context")
+            log(f"{model} {dtype}: starting the engine with a long context")
             worker = Worker(_engine(directory, dtype, 8192), Path(logs) / "long.log")
             measured.rows.append(_long_row(args, case, vocab_size, worker))
-            say(report.line(measured.rows[-1]), indent=1)
+            log(report.line(measured.rows[-1]), indent=1)
             worker.stop()
     return measured
 
@@ -95,10 +95,10 @@ def _start(args, directory: Path, dtype: str, logs: Path, measured: Measured) ->
         commands[name] = [*peer, "--dtype", dtype, "--peer", name]
     workers = []
     for i, (name, command) in enumerate(commands.items()):
-        say(f"{measured.model} {dtype}: starting {name}")
+        log(f"{measured.model} {dtype}: starting {name}")
         worker = Worker(command, logs / f"{i}.log")
         if "missing" in worker.about:
-            say(worker.about["missing"], indent=1)
+            log(worker.about["missing"], indent=1)
             measured.missing.append(f"{name}: {worker.about['missing']}")
         else:
             workers.append(worker)
@@ -107,15 +107,15 @@ def _start(args, directory: Path, dtype: str, logs: Path, measured: Measured) ->
 
 
 def _decode(args, case: Case, prompts: list[list[int]], workers: list[Worker]) -> dict:
-    """Each contender prefills once; then rounds of `steps` tokens, one contender after another."""
+    """Prefill each contender once, then run rounds of `steps` tokens, one contender after another."""
     room = args.rounds * args.steps + WARMUP
     prefills, answers = {}, {worker.name: [] for worker in workers}
     for worker in workers:
-        say(f"{case.title}: {worker.name} prefills")
+        log(f"{case.title}: {worker.name} prefills")
         prefills[worker.name] = worker.ask("open", prompts=prompts, room=room)["seconds"]
         worker.ask("decode", steps=WARMUP)
     for i in range(args.rounds):
-        say(f"{case.title}: decode, round {i + 1} of {args.rounds}")
+        log(f"{case.title}: decode, round {i + 1} of {args.rounds}")
         for worker in workers:
             answers[worker.name].append(worker.ask("decode", steps=args.steps))
     series = [_series(name, args.steps * len(prompts), found) for name, found in answers.items()]
@@ -142,10 +142,10 @@ def _decode(args, case: Case, prompts: list[list[int]], workers: list[Worker]) -
 
 
 def _prefill(args, case: Case, prompts: list[list[int]], workers: list[Worker]) -> dict:
-    """Rounds of one prefill each; one before them to warm up."""
+    """Run rounds of one prefill each, after one to warm up."""
     answers = {worker.name: [] for worker in workers}
     for i in range(-1, args.rounds):
-        say(f"{case.title}: " + (f"round {i + 1} of {args.rounds}" if i >= 0 else "warm-up"))
+        log(f"{case.title}: " + (f"round {i + 1} of {args.rounds}" if i >= 0 else "warm-up"))
         for worker in workers:
             found = worker.ask("open", prompts=prompts, room=WARMUP)
             closed = worker.ask("close")
@@ -156,11 +156,11 @@ def _prefill(args, case: Case, prompts: list[list[int]], workers: list[Worker]) 
 
 
 def _long_row(args, case: Case, vocab_size: int, worker: Worker) -> dict:
-    """Seconds a decode step: the long row among short ones, as many short ones, the long one alone; in this order."""
+    """Measure a decode step of the long row among short ones, of as many short ones, and of the long one alone."""
     batches = {"mixed": case.lengths, "short": (min(case.lengths),) * len(case.lengths), "alone": (max(case.lengths),)}
     seconds, prefills, peak = {}, {}, 0
     for name, lengths in batches.items():
-        say(f"{case.title}: {name}, {len(lengths)} rows")
+        log(f"{case.title}: {name}, {len(lengths)} rows")
         prompts = cases.prompts(lengths, vocab_size)
         prefills[name] = worker.ask("open", prompts=prompts, room=args.rounds * args.steps + WARMUP)["seconds"]
         worker.ask("decode", steps=WARMUP)
@@ -210,25 +210,23 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "all"), default="all")
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each case (5)")
-    parser.add_argument("--steps", type=int, default=12, help="tokens of each sequence a decode round (12)")
-    parser.add_argument(
-        "--directory", type=Path, help="Hugging Face directory of the model, in place of the cached one"
-    )
-    parser.add_argument("--torch-python", help="interpreter that has torch and transformers")
+    parser.add_argument("--steps", type=int, default=12, help="tokens of each sequence in a decode round (12)")
+    parser.add_argument("--directory", type=Path, help="Hugging Face directory of the model instead of the cached one")
+    parser.add_argument("--torch-python", help="Python interpreter with torch and transformers")
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=PYTHON[:MODEL]",
-        help=f"interpreter of another engine ({', '.join(PEERS)}), and its own form of the model if it needs one",
+        help=f"Python interpreter with another engine ({', '.join(PEERS)}), and the model in that engine's format",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="OUT", help="everything that was measured")
-    parser.add_argument("--markdown", type=Path, metavar="OUT", help="the tables, as for docs/performance.md")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="file for all figures")
+    parser.add_argument("--markdown", type=Path, metavar="OUT", help="file for the tables")
     args = parser.parse_args()
     if args.rounds < 1 or args.steps < 1:
         parser.error("--rounds and --steps must be at least 1")
     if args.directory and args.model == "all":
-        parser.error("--directory is of one model: name it with --model")
+        parser.error("--directory needs --model to name its model")
     given = dict(peer.split("=", 1) for peer in args.peer if "=" in peer)
     if len(given) != len(args.peer) or given.keys() - PEERS.keys():
-        parser.error(f"--peer wants NAME=PYTHON[:MODEL] with a NAME of {', '.join(PEERS)}, got {args.peer}")
+        parser.error(f"--peer must be NAME=PYTHON[:MODEL] with NAME one of {', '.join(PEERS)}, got {args.peer}")
     args.peer = given
     return args
 

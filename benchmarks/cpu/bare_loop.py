@@ -1,8 +1,8 @@
-"""The ceiling of XLA's own operations: a jitted loop without an engine around it.
+"""The limit of XLA's own operations: a jitted loop without an engine.
 
 The cache is contiguous and has exactly the size of prompt and output, attention is dense over all of it, and everything
 is compiled for the exact batch. Prompts of different lengths are padded on the left to the longest, so that all rows
-write their next key at the same place. Tokens stay on the device; the host only dispatches.
+write their next key at the same position. Tokens stay on the device; the host only dispatches.
 """
 
 import argparse
@@ -122,14 +122,15 @@ def _cache(config, rows, slots, dtype):
 
 
 def _forward(config, dtype, layout):
-    """(weights, tokens [rows, count], position, padding [rows], cache) -> (token [rows, 1], next position, cache)."""
+    """Return a function (weights, tokens [rows, count], position, padding [rows], cache) -> (token [rows, 1], next
+    position, cache)."""
     heads, kv_heads, head_dim = _sizes(config)
     group, eps = heads // kv_heads, config["rms_norm_eps"]
     theta = (config.get("rope_parameters") or config)["rope_theta"]
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
 
     def dot(x, weight, out_in):
-        """[tokens, in] times a matrix, in float32. A single row of bfloat16 is computed as two, which is faster."""
+        """Multiply [tokens, in] by a matrix, in float32. One row of bfloat16 is computed as two, which is faster."""
         padded = jnp.concatenate([x, x]) if dtype == jnp.bfloat16 and x.shape[0] == 1 else x
         contract = 1 if out_in else 0
         out = lax.dot_general(padded, weight, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""This project's engine, stepped by hand."""
+"""Contender omni-jax: the engine, stepped by hand."""
 
 import argparse
 import itertools
@@ -13,14 +13,14 @@ from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.requests import Request, SamplingParams
 
-SLACK = 64  # tokens more than asked for: who is prefilled first decodes while the others are still being prefilled
+SLACK = 64  # extra tokens: sequences that are prefilled first decode while others are prefilled
 
 
 class EngineCase:
-    """A benchmarks.worker.Continuer. Settings are the engine's defaults, but for the dtype and max_model_len."""
+    """A benchmarks.worker.Continuer with the engine's default settings except dtype and max_model_len."""
 
     def __init__(self, directory: Path, dtype: str, max_model_len: int):
-        # Every prompt is computed: the others keep nothing from round to round either.
+        # No prefix cache: the other contenders keep nothing between rounds either.
         config = EngineConfig(
             model_dir=directory, dtype=dtype, max_model_len=max_model_len, enable_prefix_caching=False
         )
@@ -54,14 +54,14 @@ class EngineCase:
         return {"seconds": seconds}
 
     def decode(self, steps):
-        self._step()  # reads the step that was left on its way, and dispatches the first that counts
+        self._step()  # reads the step in flight, and dispatches the first measured one
         before = self._made()
         begin = time.perf_counter()
         for _ in range(steps):
             self._step()
         seconds = time.perf_counter() - begin
         if (made := self._made() - before) != steps * len(self._tokens):
-            raise RuntimeError(f"{steps} steps of {len(self._tokens)} sequences made {made} tokens: they do not fit")
+            raise RuntimeError(f"{steps} steps of {len(self._tokens)} sequences generated only {made} tokens")
         self._settle(seconds / steps)
         stats = self._engine.stats()
         return {
@@ -86,7 +86,7 @@ class EngineCase:
         return sum(map(len, self._tokens.values()))
 
     def _settle(self, step_seconds):
-        """The engine runs a step ahead: lets that step end, so that it does not compute while another is timed."""
+        """Wait for the step that the engine runs ahead, so that it does not disturb the next contender."""
         time.sleep(2 * step_seconds + 0.02)
 
 

@@ -1,4 +1,4 @@
-"""transformers' `generate`, with PyTorch: sdpa attention, its default cache."""
+"""Contender transformers: `generate` with PyTorch, sdpa attention and the default cache."""
 
 import argparse
 import os
@@ -10,8 +10,8 @@ from benchmarks.worker import serve
 
 
 class HuggingFace:
-    """A benchmarks.worker.Continuer. `generate` runs in a thread, and its stopping criterion, which it calls after each
-    token, holds it when there are as many as were asked for."""
+    """A benchmarks.worker.Continuer. `generate` runs in a thread; its stopping criterion, which it calls after each
+    token, blocks once the requested number of tokens is reached."""
 
     def __init__(self, directory: str, dtype: str, threads: int):
         import torch
@@ -30,7 +30,7 @@ class HuggingFace:
         torch, longest = self._torch, max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        self._prompt, self._told, self._reached = longest, queue.Queue(), queue.Queue()
+        self._prompt, self._resume, self._reached = longest, queue.Queue(), queue.Queue()
         self._left, self._begin, self._stopped = 1, time.perf_counter(), False
         self._thread = threading.Thread(target=self._generate, args=(ids, mask, room + 1), daemon=True)
         self._thread.start()
@@ -38,12 +38,12 @@ class HuggingFace:
 
     def decode(self, steps):
         self._left, self._begin = steps, time.perf_counter()
-        self._told.put("go on")
+        self._resume.put("go on")
         return {"seconds": self._wait()}
 
     def close(self):
         self._stopped = True
-        self._told.put("stop")
+        self._resume.put("stop")
         self._thread.join()
         return {"tokens": self._output[:, self._prompt :].tolist()}
 
@@ -60,7 +60,7 @@ class HuggingFace:
                     pad_token_id=0,
                     stopping_criteria=[self._after_token],
                 )
-        except Exception as error:  # this thread's end: handed to the one that waits for tokens
+        except Exception as error:  # passed to the thread that waits for tokens
             self._reached.put(error)
             raise
 
@@ -68,7 +68,7 @@ class HuggingFace:
         self._left -= 1
         if not self._left:
             self._reached.put(time.perf_counter() - self._begin)
-            self._told.get()
+            self._resume.get()
         return self._torch.full((ids.shape[0],), self._stopped)
 
     def _wait(self):

@@ -1,7 +1,7 @@
-"""Other engines, each used as its own examples do, where they are installed: llama.cpp, OpenVINO GenAI, vLLM.
+"""Contenders llama.cpp, OpenVINO GenAI and vLLM, if installed, each used as in its own examples.
 
-Each wants its own form of the model: llama.cpp a GGUF file, OpenVINO a directory that optimum-cli has exported, vLLM
-the Hugging Face directory.
+Each needs the model in its format: llama.cpp a GGUF file, OpenVINO a directory exported by optimum-cli, vLLM the
+Hugging Face directory.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from benchmarks.worker import serve
 
 
 class LlamaCpp:
-    """llama_decode over a batch, cache in half precision as by default, argmax in numpy."""
+    """llama_decode over a batch, with the default half-precision cache, and argmax in numpy."""
 
     BATCH = 2048
 
@@ -25,7 +25,7 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         if not self._model:
-            raise FileNotFoundError(f"llama.cpp could not load {model}: a GGUF file was expected")
+            raise FileNotFoundError(f"llama.cpp cannot load {model}: expected a GGUF file")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(self.BATCH, 0, 1)
 
@@ -58,14 +58,14 @@ class LlamaCpp:
         return {"tokens": self._tokens}
 
     def _run(self, work):
-        """(token, position, sequence, whether to sample behind it), at most BATCH of them."""
+        """Run a batch of at most BATCH tuples (token, position, sequence, whether to sample after it)."""
         batch = self._batch
         batch.n_tokens = len(work)
         for i, (token, position, sequence, sample) in enumerate(work):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, sample
             batch.seq_id[i][0] = sequence
         if failed := self._lib.llama_decode(self._context, batch):
-            raise RuntimeError(f"llama_decode answered {failed}")
+            raise RuntimeError(f"llama_decode returned {failed}")
         for i, (_, _, sequence, sample) in enumerate(work):
             if sample:
                 logits = ctypes.cast(
@@ -75,7 +75,7 @@ class LlamaCpp:
 
 
 class OpenVINO:
-    """ContinuousBatchingPipeline, stepped by hand, cache precision as by default."""
+    """ContinuousBatchingPipeline, stepped by hand, with the default cache precision."""
 
     def __init__(self, model: str, dtype: str):
         import numpy as np
@@ -128,7 +128,7 @@ class OpenVINO:
 
 
 class VLLM:
-    """LLMEngine in this process, stepped by hand; prefix caching off."""
+    """LLMEngine in this process, stepped by hand, without prefix caching."""
 
     def __init__(self, model: str, dtype: str):
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}

@@ -1,16 +1,15 @@
-"""Everything that only a GPU can tell, in at most ten minutes: are the kernels right, how fast are they, how fast is a
-step, how fast is the engine, and how far off is the cost model.
+"""Checks that need a GPU, in at most ten minutes: correctness and speed of kernels, speed of steps and of the engine,
+and the error of the cost model.
 
     python -m benchmarks.gpu_check --out results/
 
-DIR/gpu_check.md has the tables, with the targets beside what was reached; DIR/gpu_check.json has all figures. Both are
-written after every section, and sections come in the order of their worth, each in a process of its own and with a
-share of the time: a section that crashes, hangs or runs out of time loses what it had not written down, and nothing
-else. A share that is not used up goes to those that follow.
+DIR/gpu_check.md has tables, with targets and results; DIR/gpu_check.json has all figures. Both are written after every
+section. The most useful sections come first, each in its own process and with a share of the time: a section that
+crashes, hangs or runs out of time loses only what it had not written yet. Unused time goes to the following sections.
 
-It needs JAX 0.10.2 or newer with CUDA, and no network: weights are random. Of Python packages the kernels need
-jaxtyping besides, steps also flax, and the engine what the project depends on. `--dry-run` runs every line of it on a
-CPU in a minute, with tiny sizes and interpreted kernels; its figures mean nothing.
+It needs JAX 0.10.2 or newer with CUDA, and no network: weights are random. Kernels also need jaxtyping, steps also
+flax, and the engine all dependencies of the project. `--dry-run` runs all code on a CPU in a minute, with tiny sizes
+and interpreted kernels; its figures mean nothing.
 """
 
 import argparse
@@ -29,10 +28,10 @@ from typing import Any
 
 from benchmarks.gpu_check.report import markdown
 from benchmarks.gpu_check.section import Section, write_atomically
+from benchmarks.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BUDGET_S = 560.0
-MARGIN = 0.92  # of its share, a section begins nothing new
+MARGIN = 0.92  # share of its time after which a section begins nothing new
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,9 +39,9 @@ class Kind:
     """A section of the check.
 
     Attributes:
-        share: seconds of BUDGET_S; another budget is shared out likewise.
-        function: "module:function", called with a Section in the section's process. Only there is JAX imported: two
-            processes do not fit a GPU's memory.
+        share: seconds of BUDGET_S; other budgets are divided in proportion.
+        function: "module:function", called with a Section in the section's process. Only that process imports JAX: two
+            do not fit a GPU's memory.
     """
 
     share: float
@@ -68,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Runs the sections, each in a child. The exit code is 0 if none of them failed."""
+    """Run the sections, each in a child process. Returns exit code 0 if none failed, else 1."""
     begin = time.monotonic()
     document: dict[str, Any] = {"dry_run": args.dry_run, "budget_s": args.budget_s, "sections": {}}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
@@ -84,15 +83,15 @@ def check(args: argparse.Namespace) -> int:
             write_atomically(args.out / "gpu_check.md", markdown(document))
             _file(args.out, name).unlink(missing_ok=True)
             if result["error"]:
-                print(f"   {name} did not end well: {result['error']}", flush=True)
+                print(f"   {name} failed: {result['error']}", flush=True)
     print((args.out / "gpu_check.md").read_text())
     return int(any(section["error"] for section in document["sections"].values()))
 
 
 def run_child(command: list[str], file: Path, seconds: float) -> dict[str, Any]:
-    """What a section has written, whatever became of it: `facts`, `rows`, `seconds`, and `error` (None if it ended)."""
+    """Run a section. Returns what it has written: `facts`, `rows`, `seconds`, and `error` (None if it succeeded)."""
     begin = time.monotonic()
-    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)  # with its threads and compilers, a group
+    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)  # a process group, with its compilers
     try:
         code = child.wait(seconds)
         error = None if code == 0 else f"exit code {code}"
@@ -107,9 +106,9 @@ def run_child(command: list[str], file: Path, seconds: float) -> dict[str, Any]:
 
 
 def run_here(name: str, args: argparse.Namespace) -> int:
-    """A section, in this process."""
+    """Run a section in this process."""
     if args.dry_run:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: a GPU is left alone
+        os.environ["JAX_PLATFORMS"] = "cpu"  # before the import of JAX, so that it leaves a GPU alone
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     from benchmarks.gpu_check.measure import describe_device
     from omni_jax.compat import use_compilation_cache
@@ -131,7 +130,7 @@ def run_here(name: str, args: argparse.Namespace) -> int:
         run: Callable[[Section], None] = getattr(importlib.import_module(module), function)
         run(section)
     finally:
-        if (error := sys.exception()) is not None:  # the traceback goes to stderr, which may not come back
+        if (error := sys.exception()) is not None:  # the traceback goes to stderr, which may be lost
             section.state(raised=f"{type(error).__name__}: {error}")
     return 0
 
@@ -147,14 +146,15 @@ def _file(out: Path, name: str) -> Path:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="what only a GPU can tell, in ten minutes")
-    parser.add_argument("--out", type=_path, default=Path(".").resolve(), metavar="DIR", help="of the results")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=f"seconds for all of it: {BUDGET_S:.0f}")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="in this order")
-    parser.add_argument("--dry-run", action="store_true", help="every line of it, on a CPU, with tiny sizes")
-    parser.add_argument(
-        "--programs", type=_path, metavar="DIR", help="keep compiled programs there, for the next run; else for none"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check", description="Measure what only a GPU can show, in ten minutes."
     )
+    parser.add_argument("--out", type=_path, default=Path(".").resolve(), metavar="DIR", help="output directory")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=f"seconds for all sections ({BUDGET_S:.0f})")
+    names = list(SECTIONS)
+    parser.add_argument("--sections", nargs="+", choices=names, default=names, help="sections to run, in this order")
+    parser.add_argument("--dry-run", action="store_true", help="run all code on a CPU, with tiny sizes")
+    parser.add_argument("--programs", type=_path, metavar="DIR", help="keep compiled programs there for the next run")
     parser.add_argument("--child", choices=list(SECTIONS), help=argparse.SUPPRESS)
     parser.add_argument("--child-s", type=float, default=BUDGET_S, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help=argparse.SUPPRESS)
@@ -162,7 +162,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _path(text: str) -> Path:
-    return Path(text).resolve()  # children have a working directory of their own
+    return Path(text).resolve()  # children have another working directory
 
 
 if __name__ == "__main__":

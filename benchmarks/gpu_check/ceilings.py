@@ -1,4 +1,4 @@
-"""What the device can do at best, measured by the plainest programs: every other figure is held against these."""
+"""Ceilings of the device, measured with simple programs; other figures are compared with them."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def ceilings(section: Section) -> None:
-    """Bandwidth of copying and of reading; FLOP/s of a bfloat16 product."""
+    """Measure the bandwidth of copying and of reading, and the FLOP/s of a bfloat16 product."""
     size = 1 << 20 if section.dry_run else 2 * GIB
     side = 128 if section.dry_run else 8192
     data = jnp.zeros(size // 4, jnp.int32)
@@ -21,7 +21,7 @@ def ceilings(section: Section) -> None:
     square = (matrix * side**-0.5).astype(jnp.bfloat16)
 
     copy = jax.jit(loop(lambda _, data: data + 1, copies))
-    # The sum so far goes into each number, so that no trip is like another.
+    # Each trip depends on the sum of the last, so that none is optimised away.
     read = jax.jit(loop(lambda _, total, data: (data ^ total).sum(), reads))
     multiply = jax.jit(loop(lambda _, product, square: product @ square, products))
     seconds = in_turn(

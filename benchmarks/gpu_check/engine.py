@@ -1,5 +1,4 @@
-"""The engine as it is served, with a random model of Qwen2-0.5B's shape: start-up, latency alone, throughput together,
-and how long the device waits for the host between steps."""
+"""The engine with random weights of Qwen2-0.5B's shape: start-up, latency, throughput, and host gaps between steps."""
 
 import json
 import statistics
@@ -17,11 +16,11 @@ from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.requests import Request, SamplingParams
 
-ALONE = 3  # requests, one after another
+ALONE = 3  # number of requests that run one after another
 
 
 def engine(section: Section) -> None:
-    """Rows of workloads; start-up and kernels as facts."""
+    """Add a row for each workload, and facts about the start-up and kernels."""
     prompt, output, together, seqs = (24, 8, 4, 2) if section.dry_run else (512, 128, 192, 64)
     directory = _model(section.scratch / "model", TINY if section.dry_run else QWEN2)
     begin = time.perf_counter()
@@ -66,7 +65,7 @@ def engine(section: Section) -> None:
 
 
 def _run(engine: Engine, name: str, requests: Iterable[Request]) -> dict[str, Any]:
-    """From the first to the last token, of requests that come together."""
+    """Run requests that arrive together, and return their figures."""
     requests = list(requests)
     before = engine.stats()
     begin = time.perf_counter()
@@ -106,7 +105,7 @@ def _request(name: str, prompt: int, output: int) -> Request:
 
 
 def _model(directory: Path, config: dict) -> Path:
-    """A Hugging Face directory of random weights."""
+    """Write a Hugging Face directory of random weights."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer_config.json").write_text(

@@ -1,5 +1,5 @@
-"""How fast attention is, as a share of what the device can do: decode by the bytes of keys and values it must read,
-ragged prefill by its floating-point operations. First with the settings as they are, then with others."""
+"""Speed of attention as a share of the device's ceilings: decode by the bytes of keys and values it must read, ragged
+prefill by its floating-point operations. First with the current settings, then with candidates."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from kernels_pallas.paged_attention.settings import DecodeSettings, MixedSetting
 from omni_jax.cost import causal_pairs
 
 PAGE = 16
-MOST_BYTES = 18e9  # of keys and values that a case may read
-COLD_BYTES = 1 << 30  # the pool has at least so many, so that no call finds in the L2 cache what another has read
+MAX_BYTES = 18e9  # largest keys and values of a case
+COLD_BYTES = 1 << 30  # smallest pool, so that a call finds nothing of the last one in the L2 cache
 SHAPES = {  # heads, KV heads, head_dim
     "7B": (28, 4, 128),  # Qwen2.5-7B, a group of 7
     "8B": (32, 8, 128),  # Llama-3-8B, a group of 4
@@ -31,7 +31,7 @@ DRY_SHAPES = {"7B": (4, 2, 16)}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Rows of `context` tokens each, of which the last `queries` are computed: 1 is a decode batch."""
+    """A batch of rows of `context` tokens, of which the last `queries` are computed; 1: a decode batch."""
 
     shape: str
     rows: int
@@ -50,7 +50,7 @@ class Case:
 
 
 def decode(section: Section) -> None:
-    """Rows of (case, implementation, settings, microseconds, TB/s, share of the copy ceiling)."""
+    """Add rows of (case, implementation, settings, microseconds, TB/s, share of the copy ceiling)."""
     if section.dry_run:
         _run(section, [Case(shape="7B", rows=2, context=32, implementation="reference")])
         _tune(section, Case(shape="7B", rows=2, context=32), _decode_candidates)
@@ -65,15 +65,15 @@ def decode(section: Section) -> None:
     cases += [Case(shape="7B", rows=n, context=c, implementation="mosaic") for c in (2048, 8192) for n in (64, 8, 1)]
     cases += [Case(shape="0.5B", rows=64, context=2048, implementation="mosaic")]
     cases += [Case(shape="7B", rows=64, context=2048, implementation="xla")]
-    _run(section, [case for case in cases if _bytes(SHAPES, case) <= MOST_BYTES])
+    _run(section, [case for case in cases if _bytes(SHAPES, case) <= MAX_BYTES])
     for shape, rows, context in (("7B", 64, 2048), ("0.5B", 64, 2048), ("7B", 1, 8192), ("7B", 8, 32768)):
         if section.has_time(15, for_=f"candidates of {shape} {rows} x {context}"):
             _tune(section, Case(shape=shape, rows=rows, context=context), _decode_candidates)
 
 
 def _decode_candidates(case: Case, sizes: dict[str, int], kind: str) -> Iterable[DecodeSettings]:
-    """The settings as they are, first; then others around them."""
-    usual = decode_settings(kind, rows=case.rows, most_tokens=case.context, **sizes)
+    """Yield the current settings, then others near them."""
+    usual = decode_settings(kind, rows=case.rows, max_context=case.context, **sizes)
     yield usual
     for key_tile, num_warps, num_stages in (
         *((32, 2, 3), (32, 4, 4), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3)),
@@ -89,7 +89,7 @@ def _decode_candidates(case: Case, sizes: dict[str, int], kind: str) -> Iterable
 
 
 def prefill(section: Section) -> None:
-    """Rows of (case, implementation, settings, microseconds, TFLOP/s, share of the product ceiling)."""
+    """Add rows of (case, implementation, settings, microseconds, TFLOP/s, share of the product ceiling)."""
     if section.dry_run:
         _tune(section, Case(shape="7B", rows=1, context=32, queries=32), _mixed_candidates)
         return
@@ -108,7 +108,7 @@ def prefill(section: Section) -> None:
 
 
 def _mixed_candidates(case: Case, sizes: dict[str, int], kind: str) -> Iterable[MixedSettings]:
-    usual = mixed_settings(kind, tokens=case.rows * case.queries, rows=case.rows, most_tokens=case.context, **sizes)
+    usual = mixed_settings(kind, tokens=case.rows * case.queries, rows=case.rows, max_context=case.context, **sizes)
     yield usual
     for query_tile, key_tile, num_warps, num_stages in (
         *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 4, 3), (128, 32, 8, 3)),
@@ -121,7 +121,7 @@ def _mixed_candidates(case: Case, sizes: dict[str, int], kind: str) -> Iterable[
 
 
 def _run(section: Section, cases: list[Case]) -> None:
-    """A row for each case, in order. Those that share a pool are compiled together."""
+    """Add a row for each case, in order. Cases of one shape share a pool and are compiled together."""
     for shape in dict.fromkeys(case.shape for case in cases):
         mine = [case for case in cases if case.shape == shape]
         if section.has_time(5 + len(mine), for_=f"{len(mine)} cases of {shape}"):
@@ -129,7 +129,7 @@ def _run(section: Section, cases: list[Case]) -> None:
 
 
 def _tune(section: Section, case: Case, candidates: Callable) -> None:
-    """A row for each candidate, the fastest first."""
+    """Add a row for each candidate, the fastest first."""
     heads, kv_heads, head_dim = (DRY_SHAPES if section.dry_run else SHAPES)[case.shape]
     sizes = {"kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": head_dim, "page_size": PAGE, "itemsize": 2}
     found = dict.fromkeys(candidates(case, sizes, jax.devices()[0].device_kind))
@@ -167,7 +167,7 @@ def _measure(section: Section, cases: list[Case], *, table: str) -> None:
                 raise program
             jax.block_until_ready(program(*arguments))
         except CANNOT_RUN as error:
-            section.add(table=table, **_told(case), error=f"{type(error).__name__}: {str(error)[:300]}")
+            section.add(table=table, **_columns(case), error=f"{type(error).__name__}: {str(error)[:300]}")
         else:
             ready[case], known[case] = functools.partial(program, *arguments), (amount, ceiling, calls)
     seconds = in_turn(ready)
@@ -176,17 +176,17 @@ def _measure(section: Section, cases: list[Case], *, table: str) -> None:
         rate = amount * calls / seconds[case]
         section.add(
             table=table,
-            **_told(case),
+            **_columns(case),
             microseconds=1e6 * seconds[case] / calls,
             rate=rate / 1e12,
             share=None if ceiling is None else rate / ceiling,
         )
 
 
-def _told(case: Case) -> dict[str, Any]:
-    told = {name: getattr(case, name) for name in ("shape", "rows", "context", "queries", "implementation")}
+def _columns(case: Case) -> dict[str, Any]:
+    columns = {name: getattr(case, name) for name in ("shape", "rows", "context", "queries", "implementation")}
     settings = None if case.settings is None else dataclasses.asdict(case.settings)
-    return {"case": case.name, **told, "settings": settings}
+    return {"case": case.name, **columns, "settings": settings}
 
 
 def _function(case: Case, dry_run: bool) -> Callable:
@@ -199,7 +199,7 @@ def _function(case: Case, dry_run: bool) -> Callable:
 
 
 def _attend(case: Case, attention: Callable, trip, query, keys, values, tables):
-    """One call, on the result of the last one; of a decode batch, over pages that the last ones did not read."""
+    """Call the kernel on the result of the last call; for a decode batch, on pages that the last calls did not read."""
     pages = keys.shape[0]
     shifted = tables if case.queries > 1 else (tables + trip * tables.size) % pages
     batch = PagedBatch(
@@ -216,15 +216,15 @@ def _compiled(function: Callable, arguments: tuple) -> Callable:
 
 
 def _tables(case: Case, pages: int) -> jax.Array:
-    """Pages in any order."""
+    """Return block tables of pages in random order."""
     width = -(-case.context // PAGE)
     order = np.random.default_rng(0).permutation(pages)[: case.rows * width]
     return jnp.asarray(order.reshape(case.rows, width), jnp.int32)
 
 
 def _pool(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Keys and values: random pages, repeated with a factor of their own. Drawn whole, they would take thrice the
-    room."""
+    """Return random keys and values: a random page times a random factor for each. Drawing all of them would need three
+    times the memory."""
 
     @jax.jit
     def pages(key):
@@ -236,12 +236,12 @@ def _pool(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 def _bytes(shapes: dict[str, tuple[int, int, int]], case: Case) -> int:
-    """Keys and values that must be read, in bfloat16."""
+    """Return the bytes of bfloat16 keys and values that must be read."""
     _, kv_heads, head_dim = shapes[case.shape]
     return case.rows * case.context * kv_heads * head_dim * 2 * 2
 
 
 def _flops(shapes: dict[str, tuple[int, int, int]], case: Case) -> int:
-    """Of visible pairs: a product for the score and one for the value."""
+    """Return the FLOPs: for each visible pair, a product for the score and one for the value."""
     heads, _, head_dim = shapes[case.shape]
     return 4 * heads * head_dim * case.rows * causal_pairs(case.queries, case.context - case.queries)

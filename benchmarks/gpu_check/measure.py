@@ -1,9 +1,9 @@
-"""How benchmarks.gpu_check measures.
+"""Timing of kernels for benchmarks.gpu_check.
 
-A kernel is called many times in one compiled loop, each call on the result of the one before, so that a single dispatch
-keeps the device busy for about LOOP_SECONDS: what is measured is the kernel, with the small ones that feed it, and not
-the host. Each figure is the median of ROUNDS such loops; what is compared with each other is run in turn, a round of
-each after a round of each, so that a clock that changes meanwhile changes all of them.
+A kernel is called many times in a compiled loop, each call on the result of the last, so that one dispatch keeps the
+device busy for about LOOP_SECONDS: this measures the kernel with the small ones that feed it, and not the host. A
+figure is the median of ROUNDS loops. Programs that are compared run in interleaved rounds, so that changes of the clock
+affect all of them.
 """
 
 import concurrent.futures
@@ -20,8 +20,8 @@ from jax import lax
 
 LOOP_SECONDS = 0.03
 ROUNDS = 5
-WITHIN_SECONDS = 15.0  # of all rounds: a case that is far slower than thought must not take the others' time
-MOST_CALLS = 2000  # in a loop
+WITHIN_SECONDS = 15.0  # limit for all rounds, so that an unexpectedly slow case leaves time for the others
+MAX_CALLS = 2000  # calls in a loop
 Item = TypeVar("Item")
 
 
@@ -40,13 +40,14 @@ def describe_device() -> dict[str, Any]:
 
 
 def calls_for(floor_seconds: float, *, dry_run: bool) -> int:
-    """How many calls a loop should have, when none can take less than `floor_seconds`."""
-    return 2 if dry_run else max(4, min(MOST_CALLS, int(LOOP_SECONDS / max(floor_seconds, 1e-9))))
+    """Return the number of calls of a loop, if a call takes at least `floor_seconds`."""
+    return 2 if dry_run else max(4, min(MAX_CALLS, int(LOOP_SECONDS / max(floor_seconds, 1e-9))))
 
 
 def loop(step: Callable, count: int) -> Callable:
-    """(state, *rest) -> state after `count` times `step(i, state, *rest)`. The trip count is known to the compiler, so
-    that the device does not wait for the host between the trips."""
+    """Return a function (state, *rest) -> state that calls `step(i, state, *rest)` `count` times.
+
+    The compiler knows the trip count, so the device does not wait for the host between trips."""
 
     def run(state, *rest):
         return lax.fori_loop(0, count, lambda i, state: step(i, state, *rest), state)
@@ -55,7 +56,7 @@ def loop(step: Callable, count: int) -> Callable:
 
 
 def compile_each(jobs: Iterable[tuple[Item, Callable[[], Any]]]) -> Iterable[tuple[Item, Any]]:
-    """(item, what its function returned, or the exception it raised), in the order of the jobs. XLA leaves Python's
+    """Yield (item, result of its function, or the exception it raised), in the order of the jobs. XLA releases Python's
     lock, so several compile at once."""
     jobs = list(jobs)
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -68,8 +69,8 @@ def compile_each(jobs: Iterable[tuple[Item, Callable[[], Any]]]) -> Iterable[tup
 def in_turn(
     calls: Mapping[Item, Callable[[], Any]], *, rounds: int = ROUNDS, within: float = WITHIN_SECONDS
 ) -> dict[Item, float]:
-    """Median seconds of each call, which is waited for. One round comes first that does not count. After `within`
-    seconds no other round is begun, if there was one that counts."""
+    """Return the median seconds of each call, its completion included. The first round does not count. After `within`
+    seconds no further round begins, once one has counted."""
     seconds: dict[Item, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     for number in range(rounds + 1):

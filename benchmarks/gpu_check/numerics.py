@@ -1,4 +1,4 @@
-"""Every kernel against the float32 reference, in many head sizes, page sizes, groups and dtypes."""
+"""Compares every kernel with the float32 reference, for many head sizes, page sizes, groups and dtypes."""
 
 import dataclasses
 import functools
@@ -45,15 +45,15 @@ CASES = (
     Case(head_dim=64, dtype="float32"),
     Case(head_dim=256, page_size=128, group=16),
 )
-FAR = "pages behind 2**31 numbers"
-FAR_NUMBERS = 2**31  # in an array of pages: behind them 32-bit offsets end
+FAR = "pages beyond 2**31 numbers"
+FAR_NUMBERS = 2**31  # numbers in an array of pages, beyond which offsets need 64 bits
 TRITON = PagedKernels(decode="triton", mixed="triton", write="triton")
 DRY_KERNELS = PagedKernels(decode="reference", mixed="reference")
 DRY_CASE = Case(head_dim=16, group=3, dtype="float32")
 
 
 def numerics(section: Section) -> None:
-    """A row for each case and implementation: what failed, empty if nothing did."""
+    """Add a row of failures for each case and implementation."""
     device = jax.devices()[0]
     if section.dry_run:
         jobs: list[Any] = [((FAR, "reference"), functools.partial(_far, DRY_KERNELS, 1 << 16, kv_heads=1, head_dim=16))]
@@ -73,7 +73,7 @@ def numerics(section: Section) -> None:
 
 
 def _named(name: str, device: Any, case: Case) -> dict[str, str]:
-    """Failures of what nobody chooses, and no start tests: XLA's, which stands in for kernels that fail."""
+    """Return the failures of an implementation that the start does not test: XLA's, the fallback."""
 
     def attention(*arguments, implementation, **options):
         return paged_attention(*arguments, implementation=name, **options)
@@ -91,8 +91,9 @@ def _interpreted(device: Any, case: Case) -> dict[str, str]:
 
 
 def _far(kernels: PagedKernels, numbers: int, *, kv_heads: int = 4, head_dim: int = 128) -> dict[str, str]:
-    """Failures where pages lie so far back that their offsets do not fit 32 bits, which a self-test's small pool cannot
-    show: the same pages at the end of a large pool, and alone."""
+    """Return the failures with pages whose offsets need 64 bits, which the small pool of a self-test cannot show.
+
+    The same pages at the end of a large pool, and alone, must give the same result."""
     page, rows, pages_per_row = 16, 4, 8
     few = rows * pages_per_row
     many = few + -(-numbers // (kv_heads * page * head_dim))
@@ -121,11 +122,11 @@ def _far(kernels: PagedKernels, numbers: int, *, kv_heads: int = 4, head_dim: in
 
     far = step(at_the_end(keys), at_the_end(values), jnp.int32(many - few))[0]
     near = step(keys, values, jnp.int32(0))[0]
-    return {op: "other numbers" for op in near if not jnp.array_equal(far[op], near[op])}
+    return {op: "differs" for op in near if not jnp.array_equal(far[op], near[op])}
 
 
 def _chosen(name: str, device: Any, case: Case) -> dict[str, str]:
-    """Failures of what `choose` makes of a name; or why it is nothing."""
+    """Return the failures of the kernels that `choose` returns for a name, or why it refuses the name."""
     kv_heads = 2
     try:
         kernels, _ = choose(
@@ -138,12 +139,12 @@ def _chosen(name: str, device: Any, case: Case) -> dict[str, str]:
             kv_heads=kv_heads,
             dtype=jnp.dtype(case.dtype),
             kv_cache_dtype=case.kv_cache_dtype,
-            asked=name,
+            backend=name,
         )
     except ValueError as error:
         return {"unsupported": str(error)}
     if name == "mosaic":
-        kernels = PagedKernels(decode=kernels.decode)  # the rest is Triton's, which has rows of its own
+        kernels = PagedKernels(decode=kernels.decode)  # the rest is Triton's, which has its own rows
     return dict(self_test(kernels, device=device, **dataclasses.asdict(case)))
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks.gpu_check found, as Markdown: targets first, then a table for each section. No JAX here."""
+"""Results of benchmarks.gpu_check in Markdown: targets first, then a table for each section. Imports no JAX."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,7 +7,7 @@ Row = dict[str, Any]
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The whole report of a document as `check` writes it."""
+    """Return the report of a document that `check` writes."""
     sections = document["sections"]
     lines = ["# GPU check", ""]
     facts = next((section["facts"] for section in sections.values() if "device" in section["facts"]), {})
@@ -15,7 +15,7 @@ def markdown(document: dict[str, Any]) -> str:
         lines += ["**A dry run on a CPU: the figures mean nothing.**", ""]
     if facts:
         versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-        lines += [f"{facts['device']}; {versions}; {document.get('seconds', 0):.0f} s in all.", ""]
+        lines += [f"{facts['device']}; {versions}; {document.get('seconds', 0):.0f} s in total.", ""]
     lines += [*_table(targets(sections)), ""]
     for name, section in sections.items():
         lines += [f"## {name.capitalize()}", "", *_remarks(section), *_TABLES[name](section), ""]
@@ -23,24 +23,24 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def targets(sections: dict[str, Any]) -> list[Row]:
-    """The targets of H100 and H200, and what was reached."""
+    """Return the targets for H100 and H200, with results and verdicts."""
     copy, product = "of copy bandwidth", "TFLOP/s"
     return [
         _target(
-            "decode attention, context 2k and above, the worst case", _worst_decode(sections), 0.7, copy, least=True
+            "decode attention, context 2k and above, the worst case", _worst_decode(sections), 0.7, copy, at_least=True
         ),
-        _target("the same, 8 rows and more", _worst_decode(sections, rows=8), 0.7, copy, least=True),
-        _target("ragged prefill, head size 128, 16k", _best_prefill(sections), 350.0, product, least=True),
-        _target("decode step of a 7B, 64 rows", _step_of_7b(sections), 1.25, "times its roofline", least=False),
-        _target("host gap between steps, many requests", _host_gap(sections), 0.03, "of the time", least=False),
+        _target("the same, with at least 8 rows", _worst_decode(sections, rows=8), 0.7, copy, at_least=True),
+        _target("ragged prefill, head size 128, 16k", _best_prefill(sections), 350.0, product, at_least=True),
+        _target("decode step of a 7B, 64 rows", _step_of_7b(sections), 1.25, "times its roofline", at_least=False),
+        _target("host gap between steps, many requests", _host_gap(sections), 0.03, "of the time", at_least=False),
     ]
 
 
-def _target(what: str, found: float | None, wanted: float, unit: str, *, least: bool) -> Row:
+def _target(what: str, found: float | None, wanted: float, unit: str, *, at_least: bool) -> Row:
     verdict = "not measured"
     if found is not None:
-        verdict = "reached" if (found >= wanted if least else found <= wanted) else "missed"
-    bound = f"{'at least' if least else 'at most'} {wanted:g} {unit}"
+        verdict = "reached" if (found >= wanted if at_least else found <= wanted) else "missed"
+    bound = f"{'at least' if at_least else 'at most'} {wanted:g} {unit}"
     return {"target": what, "wanted": bound, "found": found, "verdict": verdict}
 
 
@@ -50,7 +50,7 @@ def _rows(sections: dict[str, Any], name: str, **fields: Any) -> list[Row]:
 
 
 def _worst_decode(sections: dict[str, Any], *, rows: int = 1) -> float | None:
-    """Of each case by the better kernel."""
+    """Return the worst share over cases, each with its better kernel."""
     best: dict[str, float] = {}
     for row in _rows(sections, "decode", table="cases"):
         if (
@@ -82,10 +82,10 @@ def _host_gap(sections: dict[str, Any]) -> float | None:
 
 
 def _remarks(section: dict[str, Any]) -> list[str]:
-    told = "; ".join(text for text in (section["error"], section["facts"].get("raised")) if text)
-    lines = [f"**It did not end well: {told}.**", ""] if told else []
+    errors = "; ".join(text for text in (section["error"], section["facts"].get("raised")) if text)
+    lines = [f"**Failed: {errors}.**", ""] if errors else []
     left_out = section["facts"].get("left_out", [])
-    return lines + ([f"Left out for want of time: {'; '.join(left_out)}.", ""] if left_out else [])
+    return lines + ([f"Left out for lack of time: {'; '.join(left_out)}.", ""] if left_out else [])
 
 
 def _plain(section: dict[str, Any]) -> list[str]:
@@ -93,12 +93,12 @@ def _plain(section: dict[str, Any]) -> list[str]:
 
 
 def _numerics(section: dict[str, Any]) -> list[str]:
-    def told(failures: dict[str, str]) -> str:
+    def verdict(failures: dict[str, str]) -> str:
         if "unsupported" in failures:
             return f"not supported: {failures['unsupported']}"
         return "**wrong:** " + "; ".join(f"{op}: {fault}" for op, fault in failures.items()) if failures else "right"
 
-    return _table({**row, "failures": told(row["failures"])} for row in section["rows"])
+    return _table({**row, "failures": verdict(row["failures"])} for row in section["rows"])
 
 
 def _kernels(section: dict[str, Any]) -> list[str]:
@@ -106,13 +106,13 @@ def _kernels(section: dict[str, Any]) -> list[str]:
         for row in section["rows"]:
             if row["table"] == table:
                 settings = row["settings"]
-                told = {} if settings is None else {"settings": ", ".join(f"{k} {v}" for k, v in settings.items())}
-                yield {name: (row | told).get(name) for name in (*names, *(["error"] if "error" in row else []))}
+                shown = {} if settings is None else {"settings": ", ".join(f"{k} {v}" for k, v in settings.items())}
+                yield {name: (row | shown).get(name) for name in (*names, *(["error"] if "error" in row else []))}
 
     names = ("case", "implementation", "microseconds", "rate", "share")
     lines = _table(chosen("cases", names))
     candidates = list(chosen("candidates", ("case", "settings", *names[2:])))
-    return [*lines, "", "With other settings, the fastest first:", "", *_table(candidates)] if candidates else lines
+    return [*lines, "", "Candidate settings, the fastest first:", "", *_table(candidates)] if candidates else lines
 
 
 def _engine(section: dict[str, Any]) -> list[str]:

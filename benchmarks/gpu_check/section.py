@@ -1,4 +1,4 @@
-"""What a section of benchmarks.gpu_check writes down, and when. No JAX here."""
+"""A running section of benchmarks.gpu_check, and its file. Imports no JAX."""
 
 import dataclasses
 import json
@@ -10,15 +10,15 @@ from typing import Any
 
 @dataclasses.dataclass(kw_only=True)
 class Section:
-    """A running section. Each row goes to its file at once, so that nothing is lost to a crash.
+    """A running section. Each row is written to its file at once, so that a crash loses nothing.
 
     Attributes:
-        file: what is written.
-        dry_run: on a CPU, tiny.
-        deadline: on time.monotonic; nothing new is begun behind it.
-        scratch: a directory for models, removed at the end.
-        programs: a directory for compiled programs, which later sections find there.
-        ceilings: facts of the section "ceilings", empty if it did not get there.
+        file: file of facts and rows.
+        dry_run: whether it runs on a CPU with tiny sizes.
+        deadline: time.monotonic() after which nothing new begins.
+        scratch: directory for models, removed at the end.
+        programs: directory for compiled programs, shared by all sections.
+        ceilings: facts of the section "ceilings"; empty if it failed.
     """
 
     file: Path
@@ -31,18 +31,18 @@ class Section:
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def state(self, **facts: Any) -> None:
-        """Writes figures that stand for themselves."""
+        """Write facts, which are figures outside the table."""
         self.facts |= facts
         self._write()
 
     def add(self, **row: Any) -> None:
-        """Writes a row of the section's table."""
+        """Write a row of the section's table."""
         self.rows.append(row)
         print("   " + ", ".join(f"{name} {_short(value)}" for name, value in row.items()), flush=True)
         self._write()
 
     def has_time(self, seconds: float, *, for_: str) -> bool:
-        """Whether so many seconds are left; if not, says what is left out for it."""
+        """Return whether so many seconds are left; if not, record `for_` as left out."""
         if time.monotonic() + seconds <= self.deadline:
             return True
         self.state(left_out=[*self.facts.get("left_out", []), for_])
@@ -53,7 +53,7 @@ class Section:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Whoever is killed meanwhile leaves the old file."""
+    """Write a file so that a process that is killed leaves the old one."""
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(text)
     os.replace(partial, file)

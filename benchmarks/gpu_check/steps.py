@@ -1,9 +1,9 @@
-"""Whole steps, body and head, of models with random weights: against their roofline, and against the cost model.
+"""Times of whole steps, body and head, of models with random weights, beside their roofline and the cost model.
 
-A step is dispatched as an engine does it, one after another with the host running ahead: the device is never waited
-for within a round of COUNT steps, and what is measured is what the device takes, or the host where it takes longer
-(`host_ms` says what dispatching alone takes). The roofline is of the ceilings measured here: what the step's bytes
-take at the bandwidth of copying, or its operations at the rate of one large product, whichever is longer.
+Steps are dispatched as an engine does, with the host running ahead: it does not wait for the device within a round of
+COUNT steps, so the time is the device's, or the host's if that is longer (`host_ms` is the dispatch alone). The
+roofline uses the ceilings measured here: the step's bytes at the bandwidth of copying, or its operations at the rate of
+a large product, whichever takes longer.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from omni_jax.runtime.executables import Executable, Key, compile_all
 from omni_jax.runtime.sharding import make_mesh, sharding_of
 from omni_jax.scheduling import Buckets
 
-CONTEXT = 1024  # tokens of each row of a decode step
-PROMPT = 2048  # tokens of a mixed step: one prompt
-COUNT = 20  # steps of a round
+CONTEXT = 1024  # context of each row of a decode step
+PROMPT = 2048  # tokens of a mixed step, which is one prompt
+COUNT = 20  # steps in a round
 PAGE = 16
 TINY = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -55,12 +55,12 @@ TINY = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured of a model, in order; each group is compiled together. None are the kernels that an engine
-    chooses.
+    """Steps of a model that are compiled and measured together.
 
     Attributes:
-        decode: rows of decode steps, and kernels.
-        mixed: with a step of one prompt.
+        decode: (number of rows, kernels) of decode steps; None: the kernels that an engine chooses.
+        mixed: whether to add a step of one prompt.
+        seconds: time that the plan needs.
     """
 
     decode: tuple[tuple[int, PagedKernels | None], ...]
@@ -82,7 +82,7 @@ DRY_PLANS = (("tiny", Plan(decode=((2, None),), mixed=True, seconds=0)),)
 
 
 def steps(section: Section) -> None:
-    """A row for each step: milliseconds, the roofline's, their ratio, and the cost model's prediction."""
+    """Add a row for each step: milliseconds, the roofline's, their ratio, and the cost model's prediction."""
     for name, plan in DRY_PLANS if section.dry_run else PLANS:
         what = f"{name}: {', '.join(str(rows) for rows, _ in plan.decode)} rows{' and a prompt' if plan.mixed else ''}"
         if not section.has_time(plan.seconds, for_=what):
@@ -101,10 +101,10 @@ def _measure(section: Section, name: str, config: Mapping[str, Any], plan: Plan)
     weights = random_weights(model, dtype, mesh)
     for kernels in dict.fromkeys(kernels for _, kernels in plan.decode):
         chosen = kernels or _chosen(model, dtype)
-        if section.dry_run:  # what compiles soonest
+        if section.dry_run:  # the kernels that compile fastest
             chosen = PagedKernels(decode="reference", mixed="reference")
         sizes = sorted(rows for rows, wanted in plan.decode if wanted == kernels)
-        most = max(sizes[-1] * -(-context // PAGE), -(-prompt // PAGE))
+        pages = max(sizes[-1] * -(-context // PAGE), -(-prompt // PAGE))
         runner = Runner(
             model,
             weights,
@@ -112,7 +112,7 @@ def _measure(section: Section, name: str, config: Mapping[str, Any], plan: Plan)
                 max_num_seqs=sizes[-1],
                 max_model_len=max(context, prompt),
                 block_size=PAGE,
-                num_pages=most + 1,
+                num_pages=pages + 1,
                 buckets=Buckets(decode=tuple(sizes), mixed=(prompt,)),
                 dtype=dtype,
                 kernels=chosen,
@@ -159,7 +159,7 @@ def _run(
 
 
 def _against(section: Section, sizes: ModelSizes, shape: StepShape, took: float) -> dict[str, float | None]:
-    """The roofline of what was measured here, and the cost model of the published GPU, if it is one."""
+    """Return the roofline of the measured ceilings, and the prediction for this GPU if cost.GPUS has it."""
     found: dict[str, float | None] = dict.fromkeys(
         ("roofline_ms", "times_roofline", "predicted_ms", "prediction_error")
     )
@@ -183,7 +183,7 @@ def _against(section: Section, sizes: ModelSizes, shape: StepShape, took: float)
 
 
 class _State:
-    """What a step takes besides weights: cache, tables, last tokens. It hands on what it is given back."""
+    """Arguments of a step besides weights: cache, tables, last tokens. The results of a step replace them."""
 
     def __init__(self, runner: Runner, body: tuple[Any, ...], head: tuple[Any, ...]):
         zeros = functools.cache(lambda shape, dtype: jax.jit(lambda: jnp.zeros(shape, dtype)))
@@ -198,8 +198,8 @@ class _State:
         self.packed = functools.cache(self._packed)
 
     def _packed(self, shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
-        """Buffers of body and head: tokens at random, all rows at the end of their context."""
-        shapes = self.runner.shapes
+        """Return the buffers of body and head, with random tokens and all rows at the end of their context."""
+        shapes = self.runner.sizes
         rows = shape.size if shape.kind == "decode" else shapes.rows
         buffer, field = shapes.body_layout(shape.size, rows).fresh()
         counts = np.zeros(rows, np.int32)
@@ -212,7 +212,7 @@ class _State:
         field["sample_at"][: shape.rows] = field["query_start"][1 : shape.rows + 1] - 1
         for name in ("dropped", "update_slot", "update_index", "update_block"):
             field[name][:] = 0
-        field["update_slot"][:] = shapes.slots - 1  # the padding slot's, which no row looks at
+        field["update_slot"][:] = shapes.slots - 1  # the padding slot, which no row reads
         field["tokens"][:] = np.random.default_rng(1).integers(0, shapes.vocab_size, shape.size)
         head, field = shapes.head_layout(self.head_rows(shape)).fresh()
         field["slot"][:] = np.arange(self.head_rows(shape))
@@ -249,7 +249,7 @@ def _steps(
 
 
 def random_weights(model: ModelConfig, dtype: np.dtype, mesh: jax.sharding.Mesh) -> Weights:
-    """Made on the device, small enough that nothing overflows."""
+    """Return random weights, drawn on the device, small enough that nothing overflows."""
     shapes = abstract_weights(model, dtype, sharding_of(mesh))
 
     @functools.cache
@@ -267,7 +267,7 @@ def random_weights(model: ModelConfig, dtype: np.dtype, mesh: jax.sharding.Mesh)
 
 
 def _chosen(model: ModelConfig, dtype: np.dtype) -> PagedKernels:
-    """As an engine chooses; without its test, which has a section of its own."""
+    """Choose kernels as an engine does, without the self-test, which the section numerics runs."""
     device = jax.devices()[0]
     return choose(
         platform=device.platform,

@@ -1,5 +1,4 @@
-"""Shows without a GPU that the code for GPUs is what it is meant to be: compiles it for GPUs that are not there, and
-looks at what the compilers made of it. See benchmarks/README.md."""
+"""Compiles the GPU code without a GPU, and checks the compilers' output. See benchmarks/README.md."""
 
 import argparse
 import collections
@@ -15,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or JAX looks for GPUs at length
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX searches for GPUs at length
 
 import jax
 from rich.console import Console
@@ -25,18 +24,18 @@ from benchmarks.gpu_proof import kernels as gpu_proof_kernels
 from benchmarks.gpu_proof import programs as gpu_proof_programs
 from benchmarks.gpu_proof import record
 from benchmarks.gpu_proof.finding import Finding, Proof
-from benchmarks.processes import ROOT, say
+from benchmarks.processes import ROOT, log
 from kernels_pallas import aot
 
 UNAVAILABLE = 2  # exit code
-PER_PROCESS = 16  # proofs, at most, so that the last processes end together
-TIMEOUT = 900  # seconds a process may take
+PER_PROCESS = 16  # maximum proofs of a process, so that the last ones end together
+TIMEOUT = 900  # seconds of a process
 EXAMPLE = """examples:
-  python -m benchmarks.gpu_proof                      the small matrix, some minutes
+  python -m benchmarks.gpu_proof                      the small matrix, takes minutes
   python -m benchmarks.gpu_proof --only triton-decode/h100 --json found.json
-  python -m benchmarks.gpu_proof --full --list        what there is
+  python -m benchmarks.gpu_proof --full --list        names of all proofs
 
-exit code: 0 all holds, 1 something does not, 2 nothing can be compiled for GPUs here
+exit code: 0 all proofs hold, 1 some do not, 2 nothing can be compiled for GPUs here
 """
 
 
@@ -49,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(proof.name for proof in chosen))
         return 0
     if not chosen:
-        print(f"no proof is called like {args.only!r}; --list and --full --list show them", file=sys.stderr)
+        print(f"no name of a proof matches {args.only!r}; --list and --full --list print them", file=sys.stderr)
         return 1
     reason = aot.available()
     if reason:
-        print(f"GPU PROOF SKIPPED, nothing was shown: {reason}")
+        print(f"GPU PROOF SKIPPED, nothing was checked: {reason}")
         return 0 if args.skip_unavailable else UNAVAILABLE
     title = f"JAX {jax.__version__}, {importlib.metadata.version('jaxlib')} of jaxlib, {aot.ptxas_version()}"
     recorded = f"{title}: {'the wide matrix' if args.full else 'the small matrix'} {args.only}".rstrip()
@@ -77,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def all_proofs() -> list[Proof]:
-    return [*gpu_proof_programs.proofs(), *gpu_proof_kernels.proofs()]  # what takes longest first
+    return [*gpu_proof_programs.proofs(), *gpu_proof_kernels.proofs()]  # the slowest first
 
 
 def prove(names: Sequence[str], processes: int) -> list[Finding]:
-    """Findings of the proofs, in their order. Each set runs in a process of its own: a compiler that is not content may
+    """Return the findings of the proofs, in their order. Each group runs in its own process: a compiler that fails may
     end its process."""
     found: dict[str, list[Finding]] = {}
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
@@ -92,7 +91,7 @@ def prove(names: Sequence[str], processes: int) -> list[Finding]:
 
 
 def table(findings: Sequence[Finding], title: str) -> Table:
-    """What was found, for people."""
+    """Return a table of the findings."""
     out = Table("what", "GPU", "registers", "spills", "shared", "found", "s", "verdict", title=title)
     for column in out.columns[2:5]:
         column.justify = "right"
@@ -104,7 +103,7 @@ def table(findings: Sequence[Finding], title: str) -> Table:
 
 
 def _shares(names: Sequence[str]) -> list[list[str]]:
-    """Proofs of one kind and GPU go together: a process takes seconds to start."""
+    """Group proofs of one kind and GPU: a process takes seconds to start."""
     groups = collections.defaultdict(list)
     for name in names:
         groups[name.rpartition("/")[0]].append(name)
@@ -112,7 +111,7 @@ def _shares(names: Sequence[str]) -> list[list[str]]:
 
 
 def _prove_some(names: list[str]) -> list[Finding]:
-    """Runs processes until each proof has ended, or has ended its process."""
+    """Run processes until each proof has ended, or has ended its process."""
     findings, left = [], list(names)
     while left:
         done = _run([sys.executable, "-m", "benchmarks.gpu_proof", "--prove", *left])
@@ -120,17 +119,17 @@ def _prove_some(names: list[str]) -> list[Finding]:
         for proof in ended:
             findings += [Finding(**{**f, "faults": tuple(f["faults"])}) for f in proof["findings"]]
         left = left[len(ended) :]
-        if left:  # the first of them ended the process
+        if left:  # the first of these ended the process
             kind, target, case = left[0].split("/")
-            faults = (why_it_ended(done),)
+            faults = (reason_of_end(done),)
             findings.append(Finding(proof=left[0], what=f"{kind} {case}", target=target, faults=faults))
             left = left[1:]
-        say(f"{names[0].rpartition('/')[0]}: {len(names) - len(left)} of {len(names)}")
+        log(f"{names[0].rpartition('/')[0]}: {len(names) - len(left)} of {len(names)}")
     return findings
 
 
-def why_it_ended(done: subprocess.CompletedProcess[str]) -> str:
-    """The last error that a process told of, or else the last thing it said, or its exit code."""
+def reason_of_end(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last error that a process printed, else its last line, else its exit code."""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exhausted)\b|LLVM ERROR|F\d{4} ", line)]
     return (errors or lines or [f"exit code {done.returncode}"])[-1]
@@ -140,12 +139,12 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        return subprocess.CompletedProcess(command, 124, said, f"not done after {TIMEOUT} s")
+        printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        return subprocess.CompletedProcess(command, 124, printed, f"not done after {TIMEOUT} s")
 
 
 def _work(names: Sequence[str]) -> int:
-    """The far end: a line of JSON for each proof."""
+    """Run proofs in this process, and print a line of JSON for each."""
     by_name = {proof.name: proof for proof in all_proofs()}
     for name in names:
         findings = by_name[name].run()
@@ -160,17 +159,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--full", action="store_true", help="the wide matrix too: an hour or so")
+    parser.add_argument("--full", action="store_true", help="run the wide matrix too; takes an hour or so")
     parser.add_argument(
-        "--only", default="", metavar="NAME", help="proofs whose name has this regular expression in it"
+        "--only", default="", metavar="NAME", help="run proofs whose name matches this regular expression"
     )
-    parser.add_argument("--list", action="store_true", help="names of the proofs, and nothing else")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once; default: one a core")
-    parser.add_argument("--skip-unavailable", action="store_true", help="exit code 0 where nothing can be compiled")
-    parser.add_argument("--record", action="store_true", help="if all holds, note it and the code in proven.json")
+    parser.add_argument("--list", action="store_true", help="print the names of the proofs, and exit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the findings")
     parser.add_argument(
-        "--unless-recorded", action="store_true", help="prove nothing if proven.json has these proofs and this code"
+        "--processes", type=int, default=os.cpu_count() or 1, help="processes; default: one for each core"
+    )
+    parser.add_argument("--skip-unavailable", action="store_true", help="exit with 0 if nothing can be compiled")
+    parser.add_argument("--record", action="store_true", help="if all proofs hold, store that in proven.json")
+    parser.add_argument(
+        "--unless-recorded", action="store_true", help="prove nothing if proven.json has these proofs for this code"
     )
     parser.add_argument("--prove", dest="names", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

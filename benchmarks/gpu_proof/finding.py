@@ -1,4 +1,4 @@
-"""What is proven about GPU code without a GPU: the form of a proof, of what it finds, and when that is a fault."""
+"""Proofs about GPU code, their findings, and what counts as a fault."""
 
 import dataclasses
 import math
@@ -6,28 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kernels_pallas.aot import Collective, Resources
 
-# What must occur in a kernel: beginnings of names of PTX instructions. In machine code they are LDGSTS, UTMALDG, HGMMA
-# and HMMA.
-COPY = ("cp.async.c",)  # from global to shared memory, while something else is computed
-TMA = ("cp.async.bulk.tensor",)  # the same by boxes, from Hopper on
-WGMMA = ("wgmma.mma_async",)  # tensor cores of Hopper, by four warps together
+# Prefixes of PTX instructions that must occur in kernels. In machine code they are LDGSTS, UTMALDG, HGMMA and HMMA.
+COPY = ("cp.async.c",)  # asynchronous copy from global to shared memory
+TMA = ("cp.async.bulk.tensor",)  # the same for boxes of a tensor, from Hopper on
+WGMMA = ("wgmma.mma_async",)  # tensor cores of Hopper, used by four warps together
 MMA = ("mma.sync", *WGMMA)  # tensor cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found about one kernel or program.
+    """Finding about a kernel or program.
 
     Attributes:
         proof: name of the proof.
-        what: the kernel or program.
-        target: GPU it was compiled for.
-        registers: a thread; None for a program.
+        what: name of the kernel or program.
+        target: GPU that it was compiled for.
+        registers: registers of a thread; None for a program.
         spills: bytes of instructions that spill registers.
-        shared: bytes of shared memory a block.
-        found: what else is worth reading.
-        seconds: what compiling and reading took.
-        faults: sentences that say what does not hold; none if all does.
+        shared: bytes of shared memory of a block.
+        found: further figures.
+        seconds: duration of compiling and checking.
+        faults: what does not hold, a sentence each.
     """
 
     proof: str
@@ -43,13 +42,13 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
-    """Something to be shown.
+    """A check of compiled code.
 
     Attributes:
-        name: unique, such as triton-decode/h100/d64-p16-g7-bfloat16.
+        name: unique name, such as triton-decode/h100/d64-p16-g7-bfloat16.
         target: GPU to compile for.
-        quick: is part of the small matrix.
-        run: compiles and looks.
+        quick: whether the small matrix has it.
+        run: compiles and checks.
     """
 
     name: str
@@ -59,20 +58,20 @@ class Proof:
 
 
 def kernel_faults(kernel: Resources, *, limit: int, expected: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """What does not hold of a kernel.
+    """Return the faults of a kernel.
 
     Args:
-        limit: most bytes of shared memory a block may have.
-        expected: instructions that must occur, by a word for them: beginnings of their names.
+        limit: maximum bytes of shared memory of a block.
+        expected: prefixes of instructions that must occur, by a name for them.
     """
     faults = []
     if kernel.spills:
         faults.append(
-            f"{kernel.registers} registers do not do: {kernel.spill_stores} bytes of stores and {kernel.spill_loads} "
+            f"{kernel.registers} registers are too few: {kernel.spill_stores} bytes of stores and {kernel.spill_loads} "
             "bytes of loads spill to memory"
         )
     if kernel.shared > limit:
-        faults.append(f"{kernel.shared} bytes of shared memory, a block may have {limit}")
+        faults.append(f"{kernel.shared} bytes of shared memory, expected at most {limit} a block")
     faults += kernel.losses
     faults += [f"no {word} instruction" for word, names in expected.items() if not kernel.count(*names)]
     return tuple(faults)
@@ -91,26 +90,26 @@ def program_faults(
     layers: int = 0,
     expected: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """What does not hold of a compiled program. All bytes are those of one device.
+    """Return the faults of a compiled program. All bytes are those on one device.
 
     Args:
-        aliased: bytes of arguments that results lie in.
-        donated: bytes of arguments that may be.
-        temporaries: bytes.
-        bound: most bytes of temporaries.
-        arguments: bytes of arguments, of a program that reads all of them (XLA leaves out the others).
-        planned: what they should be.
-        pool_copies: instructions that copy an array of the KV pool.
-        calls: of Pallas kernels, by name.
-        layers: of the model; each calls all of the kernels once.
-        expected: each of these words is in the name of a kernel that is called.
+        aliased: bytes of arguments that results reuse.
+        donated: bytes of donated arguments.
+        temporaries: bytes of temporaries.
+        bound: maximum bytes of temporaries.
+        arguments: bytes of arguments that the program reads (XLA leaves out the others).
+        planned: expected bytes of arguments.
+        pool_copies: number of instructions that copy an array of the KV pool.
+        calls: number of calls of each Pallas kernel, by name.
+        layers: number of layers of the model, each of which calls every kernel once.
+        expected: words that must each be in the name of a called kernel.
     """
     faults = []
     if arguments != planned:
-        faults.append(f"{arguments} bytes of arguments a device, planned {planned}")
+        faults.append(f"{arguments} bytes of arguments on a device, expected {planned}")
     if aliased != donated:
         faults.append(
-            f"{aliased} bytes are computed in place, {donated} were donated: the rest is copied at every call"
+            f"{aliased} bytes are written in place, expected the {donated} donated: each call copies the rest"
         )
     if pool_copies:
         faults.append(f"{pool_copies} instructions copy an array of the size of a layer's keys")
@@ -118,21 +117,19 @@ def program_faults(
         faults.append(f"{temporaries} bytes of temporaries, expected at most {bound}")
     calls = calls or {}
     faults += [
-        f"no kernel is called that has {word!r} in its name"
-        for word in expected
-        if not any(word in name for name in calls)
+        f"no called kernel has {word!r} in its name" for word in expected if not any(word in name for name in calls)
     ]
     faults += [f"{count} calls of {name} in {layers} layers" for name, count in calls.items() if count != layers]
     return tuple(faults)
 
 
 def collective_faults(exchanged: Sequence[Collective], *, sums: int | None, largest: int) -> tuple[str, ...]:
-    """What does not hold of what devices send each other.
+    """Return the faults of the collectives of a program.
 
     Args:
-        exchanged: all of a program.
-        sums: how many all-reduces there must be; None leaves it open.
-        largest: most numbers that one of them may leave on a device: the logits and the pool are larger.
+        exchanged: collectives of the program.
+        sums: expected number of all-reduces; None: any.
+        largest: maximum numbers in a collective's result on a device; logits and pool are larger.
     """
     faults = []
     found = sum(len(each.results) for each in exchanged if each.kind == "all-reduce")

@@ -1,4 +1,4 @@
-"""Proofs of single kernels: each compiles for each GPU, spills nothing, fits, and has the instructions it is for."""
+"""Proofs of kernels: each compiles for each GPU without spills, fits shared memory, and uses the right instructions."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from benchmarks.gpu_proof.finding import COPY, MMA, TMA, WGMMA, Finding, Proof, 
 from kernels_pallas import aot
 from kernels_pallas.paged_attention import PagedBatch, QuantPages, paged_attention, write_kv
 
-CONTEXT = 4096  # tokens a row may have
+CONTEXT = 4096  # maximum tokens of a row
 ROWS, TOKENS, KV_HEADS, PAGES = 16, 512, 2, 1024
 KERNELS = ("triton-decode", "triton-mixed", "triton-write", "mosaic-decode")
 HOPPER = ("h100", "h200")
@@ -27,12 +27,12 @@ class Case:
     """Shapes that a kernel is compiled for.
 
     Attributes:
-        head_dim: of keys and values.
-        page_size: tokens a page.
-        group: query heads a KV head.
-        dtype: of queries, and of the pages.
-        int8: the pages hold int8 and scales instead.
-        window: tokens a query sees, None for all.
+        head_dim: head size of keys and values.
+        page_size: tokens in a page.
+        group: query heads of a KV head.
+        dtype: dtype of queries and pages.
+        int8: whether pages hold int8 and scales instead.
+        window: tokens that a query attends to; None: all.
     """
 
     head_dim: int
@@ -70,7 +70,7 @@ WIDE = (
 
 
 def proofs() -> Iterator[Proof]:
-    """All of them, those of the wide matrix too."""
+    """Yield all proofs, those of the wide matrix included."""
     for kernel in KERNELS:
         for target in HOPPER if kernel.startswith("mosaic") else aot.TARGETS:
             for case in dict.fromkeys((*QUICK, *WIDE)):
@@ -84,7 +84,7 @@ def proofs() -> Iterator[Proof]:
 
 
 def prove(kernel: str, target: str, case: Case) -> list[Finding]:
-    """Compiles one kernel, and looks at what came."""
+    """Compile a kernel and check it."""
     begin = time.perf_counter()
     mesh = aot.mesh(target)
     function, arguments, donate = program(kernel, case)
@@ -97,7 +97,7 @@ def prove(kernel: str, target: str, case: Case) -> list[Finding]:
         return [Finding(proof=name, what=f"{kernel} {case}", target=target, faults=("no Pallas kernel was compiled",))]
     findings = []
     for entry, found in sorted(kernels.items(), key=lambda item: len(item[0])):
-        # What merges partial results, or writes, has nothing for the tensor cores.
+        # Kernels that merge partial results, or write, do not use tensor cores.
         main = "merge" not in entry
         expected = _expected(kernel, case) if main else {}
         counts = {word: found.count(*names) for word, names in (expected or {"copy": COPY}).items()}
@@ -122,9 +122,9 @@ def prove(kernel: str, target: str, case: Case) -> list[Finding]:
 
 
 def computes(kernel: str, case: Case) -> bool:
-    """Whether a kernel is meant for such a case at all."""
+    """Return whether a kernel supports the case and depends on it."""
     if kernel == "triton-write":
-        return case.window is None and case.group in (7, 8)  # it sees neither
+        return case.window is None and case.group in (7, 8)  # it depends on neither
     return not (kernel == "mosaic-decode" and case.int8)
 
 
@@ -138,7 +138,7 @@ def _expected(kernel: str, case: Case) -> Mapping[str, tuple[str, ...]]:
 
 
 def program(kernel: str, case: Case):
-    """What to compile: (function, arguments, which of them are donated)."""
+    """Return (function, arguments, indices of donated arguments) to compile."""
     shape = (PAGES, KV_HEADS, case.page_size, case.head_dim)
     array: Any = jax.ShapeDtypeStruct
     if case.int8:
@@ -168,13 +168,13 @@ def program(kernel: str, case: Case):
 
 
 def _write_faults(compiled, case: Case) -> tuple[str, ...]:
-    """Keys and values must be written where they lie."""
+    """Return the faults of a write that is not in place."""
     _, (pages, *_), _ = program("triton-write", case)
     donated = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
     memory = compiled.memory_analysis()
     faults = []
     if memory.alias_size_in_bytes != donated:
-        faults.append(f"{memory.alias_size_in_bytes} bytes are written in place, {donated} were donated")
+        faults.append(f"{memory.alias_size_in_bytes} bytes are written in place, expected the {donated} donated")
     if aot.copies_of(compiled, pages.shape):
         faults.append("the pages are copied")
     return tuple(faults)

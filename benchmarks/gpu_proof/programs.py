@@ -1,8 +1,8 @@
-"""Proofs of whole steps: the engine's own body, head and vision tower, compiled with weights that are shapes only.
+"""Proofs of whole steps: the engine's body, head and vision tower, compiled with shapes for weights.
 
-On one GPU: keys and values are written where they lie, nothing as large as a layer's pool is copied, temporaries stay
-under a bound however many pages there are, and every layer calls its kernels. On a mesh also: what devices send each
-other, and what each of them holds.
+On one GPU: keys and values are written in place, nothing as large as a layer's pool is copied, temporaries stay below a
+bound for any number of pages, and every layer calls its kernels. On a mesh also: the collectives, and the bytes on each
+device.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from omni_jax.runtime.state import KVCacheDtype
 from omni_jax.scheduling import Buckets
 
 ROWS, TOKENS, CONTEXT, BLOCK_SIZE = 32, 512, 4096, 16
-PAGES = 1 << 16  # of arrays that are not there: so many that a copy of one layer's keys is over every bound below
-PATCHES = 1024  # of a call of the vision tower
+PAGES = 1 << 16  # pages of the pool: so many that a copy of one layer's keys exceeds every bound below
+PATCHES = 1024  # patches in a call of the vision tower
 MIB = 1 << 20
 TRITON = PagedKernels(decode="triton", mixed="triton", write="triton")
 MOSAIC = dataclasses.replace(TRITON, decode="mosaic")
@@ -41,12 +41,12 @@ class Model:
 
     Attributes:
         published: name of its config.json in omni_jax.cost.
-        layers: the model is cut to so many; None leaves it whole.
-        devices: GPUs that share it.
-        kernels: what the steps call.
-        vision: with its tower.
+        layers: number of layers to keep; None: all.
+        devices: number of GPUs that share it.
+        kernels: kernels of the steps.
+        vision: whether to keep the vision tower.
         kv_cache_dtype: see RunnerConfig.
-        bounds: MiB of temporaries a device may take: of a decode step, a mixed one, a head, the tower.
+        bounds: maximum MiB of temporaries on a device of a decode step, a mixed step, a head, the tower.
     """
 
     published: str
@@ -62,7 +62,7 @@ MODELS = {
     "h100/qwen2-0.5b": Model(published="Qwen2-0.5B", bounds=(16, 64, 128, 0)),
     "h100/qwen2-0.5b-mosaic": Model(published="Qwen2-0.5B", kernels=MOSAIC, bounds=(16, 64, 128, 0)),
     "h100/qwen2-0.5b-tp2": Model(published="Qwen2-0.5B", devices=2, bounds=(16, 64, 128, 0)),
-    # 58 MiB of it: XLA copies a layer's `down` to pad its 3,696 rows before it splits the product.
+    # 58 MiB of the bound: XLA copies a layer's `down` to pad its 3,696 rows before it splits the product.
     "h100/72b-2-layers-tp8": Model(published="Qwen2-VL-72B", layers=2, devices=8, bounds=(80, 64, 128, 0)),
     "a100/qwen2-0.5b": Model(published="Qwen2-0.5B", bounds=(16, 64, 128, 0)),
     "h100/qwen2-0.5b-int8": Model(published="Qwen2-0.5B", kv_cache_dtype="int8", bounds=(16, 64, 128, 0)),
@@ -83,7 +83,7 @@ QUICK = {
 
 
 def proofs() -> Iterator[Proof]:
-    """All of them, those of the wide matrix too."""
+    """Yield all proofs, those of the wide matrix included."""
     for model_name, model in MODELS.items():
         target = model_name.partition("/")[0]
         for part in (*BODIES, *HEADS, *(["tower"] if model.vision else [])):
@@ -100,7 +100,7 @@ def proofs() -> Iterator[Proof]:
 
 
 def prove_body(proof: str, target: str, model: Model) -> list[Finding]:
-    """A decode or a mixed step."""
+    """Check the body of a decode or mixed step."""
     begin = time.perf_counter()
     kind = proof.partition("/")[0]
     size = ROWS if kind == "decode" else TOKENS
@@ -109,7 +109,7 @@ def prove_body(proof: str, target: str, model: Model) -> list[Finding]:
     memory, layers = compiled.memory_analysis(), config.num_hidden_layers
     calls, exchanged = aot.pallas_calls(compiled), aot.collectives(compiled)
     pool = jax.tree.leaves(job.arguments[1])
-    # An output matrix of its own is the head's.
+    # The body does not read an untied output matrix.
     unread = 0 if config.tie_word_embeddings else 2 * config.vocab_size * config.hidden_size // model.devices
     faults = program_faults(
         arguments=memory.argument_size_in_bytes,
@@ -125,7 +125,7 @@ def prove_body(proof: str, target: str, model: Model) -> list[Finding]:
         layers=layers,
         expected=_expected_calls(kind, model.kernels),
     )
-    # Two a layer, one for the embeddings; of hidden states only.
+    # Two all-reduces a layer and one for the embeddings, of hidden states only.
     sums = 2 * layers + 1 if model.devices > 1 else 0
     faults += collective_faults(exchanged, sums=sums, largest=size * config.hidden_size)
     found = [
@@ -139,7 +139,7 @@ def prove_body(proof: str, target: str, model: Model) -> list[Finding]:
 
 
 def prove_head(proof: str, target: str, model: Model) -> list[Finding]:
-    """A head, or what scores a prompt."""
+    """Check a head, or the program that scores prompts."""
     begin = time.perf_counter()
     kind, _, variant = proof.partition("/")[0].partition("-")
     runner, _ = make_runner(target, model)
@@ -151,15 +151,15 @@ def prove_head(proof: str, target: str, model: Model) -> list[Finding]:
         temporaries=memory.temp_size_in_bytes,
         bound=model.bounds[2] * MIB,
     )
-    # A few numbers a row from each device, and no part of the logits.
+    # Each device sends a few numbers a row, and no logits.
     rows = SCORE_CHUNK if kind == "score" else ROWS
-    faults += collective_faults(exchanged, sums=None, largest=rows * model.devices * runner.shapes.alternatives)
+    faults += collective_faults(exchanged, sums=None, largest=rows * model.devices * runner.sizes.alternatives)
     found = [f"{memory.temp_size_in_bytes / MIB:.1f} MiB temporary", *_exchanged(exchanged)]
     return [_finding(proof, target, job, found, begin, faults)]
 
 
 def prove_tower(proof: str, target: str, model: Model) -> list[Finding]:
-    """What runs between steps for images."""
+    """Check the programs of the vision tower."""
     findings = []
     runner, _ = make_runner(target, model)
     assert runner.encoder is not None
@@ -179,7 +179,7 @@ def prove_tower(proof: str, target: str, model: Model) -> list[Finding]:
 
 
 def make_runner(target: str, model: Model) -> tuple[Runner, ModelConfig]:
-    """A runner that compiles and never runs, and its model as it is spread over the devices."""
+    """Return a runner that only compiles, and its model as split over the devices."""
     mesh = aot.mesh(target, model.devices)
     config = model_config(published_config(model.published))
     config = dataclasses.replace(
@@ -188,7 +188,7 @@ def make_runner(target: str, model: Model) -> tuple[Runner, ModelConfig]:
         vision=config.vision if model.vision else None,
     )
     config, dtype = fit(config, model.devices), np.dtype("bfloat16")
-    # What pixels are scaled by does not change a program.
+    # The scaling of pixels does not change a program.
     encoder = EncoderConfig(
         feature_rows=4096,
         buckets=(PATCHES,),
@@ -212,14 +212,14 @@ def make_runner(target: str, model: Model) -> tuple[Runner, ModelConfig]:
 
 
 def compile_job(runner: Runner, key: Key, *, donate: tuple[int, ...] | None = None) -> tuple[Any, Job]:
-    """The executable that a runner would have under a key, and the job; `donate` instead of what the job donates."""
+    """Compile the job of a key. Returns the executable and the job; `donate` overrides the job's."""
     job = next(job for job in runner.jobs() if job.key == key)
     donate = job.donate if donate is None else donate
     return aot.compile_for(runner.mesh, job.function, job.arguments, donate=donate, results=job.results), job
 
 
 def _expected_calls(kind: str, kernels: PagedKernels) -> tuple[str, ...]:
-    """Words of which each must be in the name of a kernel that is called."""
+    """Return the words that must each be in the name of a called kernel."""
     attention = kernels.decode if kind == "decode" else kernels.mixed
     names = {"triton": f"paged_{kind}", "mosaic": "mosaic"}
     return (*([names[attention]] if attention in names else []), *(["write"] if kernels.write == "triton" else []))

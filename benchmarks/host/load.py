@@ -1,7 +1,7 @@
-"""How long weights take to load from safetensors and from Orbax, and the memory that takes. See docs/scale.md.
+"""Time and peak memory of loading weights from safetensors and from Orbax. See docs/scale.md.
 
-Each conversion and each load runs in a process of its own, whose peak memory is the kernel's figure for it. Files were
-read just before (page cache), so this is the cost of the formats and not of a disk.
+Each conversion and each load runs in its own process; peak memory is the kernel's figure for that process. Files are in
+the page cache, so this measures the formats and not a disk.
 """
 
 import argparse
@@ -17,20 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = """example:
   python -m benchmarks.host.load --json load.json
 """
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a directory; by default the demo model, fetched if it is not there")
-    parser.add_argument("--devices", type=int, default=4, help="of the mesh that the second Orbax copy is cut for")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host.load",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, help="model directory; default: the demo model, downloaded if missing")
+    parser.add_argument("--devices", type=int, default=4, help="mesh size that the second Orbax copy is cut for")
     parser.add_argument("--rounds", type=int, default=5, help="loads of each kind, in turns")
-    parser.add_argument("--json", type=Path, help="write everything there")
-    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # what a process of its own does
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # the task of a child process
     args = parser.parse_args()
     if args.one:
         print(json.dumps(_one(*args.one)))
@@ -42,7 +47,7 @@ def main() -> None:
 
 
 def measure(model: Path, *, devices: int, rounds: int) -> dict[str, Any]:
-    """Converts, and loads in turns."""
+    """Convert `model` to Orbax, then load each kind in turns."""
     with tempfile.TemporaryDirectory() as folder:
         kinds = {
             "safetensors": (model, None),
@@ -67,7 +72,7 @@ def measure(model: Path, *, devices: int, rounds: int) -> dict[str, Any]:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """A table: medians of seconds, and of peaks above what the process has before it opens a file."""
+    """Return a table of medians: seconds, and peak memory above that of the process before it opens a file."""
     lines = [
         f"{document['model']}, {document['bytes'] / 1e6:.0f} MB of weights; {document['machine']['cpu']}, "
         f"{document['machine']['cores']} cores",
@@ -91,12 +96,12 @@ def _run(*task: object) -> dict[str, Any]:
         command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout)
 
 
 def _one(what: str, source: str, *rest: str) -> dict[str, Any]:
-    """Peaks count from what the process has once everything is imported."""
+    """Convert or load, in this process. Peaks are relative to the process after its imports."""
     import jax
 
     if what == "convert":
@@ -131,7 +136,7 @@ def _one(what: str, source: str, *rest: str) -> dict[str, Any]:
 
 
 def _peak() -> int:
-    """Bytes of the process at most so far, pages of mapped files included."""
+    """Peak memory of the process so far in bytes, pages of mapped files included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

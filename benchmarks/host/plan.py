@@ -1,4 +1,4 @@
-"""What one plan costs the host: the scheduler alone, with so many sequences that decode and as many that wait.
+"""Host time of a plan and of a commit: the scheduler alone, with decoding and waiting sequences.
 
 python -m benchmarks.host.plan --running 64 --waiting 64
 """
@@ -16,14 +16,14 @@ PROMPT, BLOCK = 200, 16
 
 
 class Linear:
-    """A cost model as cheap as a table's."""
+    """A cost model that is as cheap to call as cost.TableCost."""
 
     def seconds(self, shape) -> float:
         return 1e-3 + 1e-5 * shape.tokens
 
 
 def scheduler(running: int, waiting: int, *, by_deadline: bool) -> Scheduler:
-    """With `running` sequences that decode, and `waiting` for which there is no slot."""
+    """Return a scheduler with slots for `running` sequences, and `waiting` sequences more than that."""
     config = SchedulerConfig(
         max_num_seqs=running,
         max_num_batched_tokens=2048,
@@ -51,7 +51,7 @@ def scheduler(running: int, waiting: int, *, by_deadline: bool) -> Scheduler:
 
 
 def measure(running: int, waiting: int, rounds: int, *, by_deadline: bool) -> tuple[list[float], list[float]]:
-    """Seconds of each plan and of each commit, once all run."""
+    """Return the seconds of each plan and of each commit of decode steps with all `running` sequences."""
     made, now = scheduler(running, waiting, by_deadline=by_deadline), 0.0
     plans, commits = [], []
     while len(plans) < rounds:
@@ -68,10 +68,14 @@ def measure(running: int, waiting: int, rounds: int, *, by_deadline: bool) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=64)
-    parser.add_argument("--waiting", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--running", type=int, default=64, help="sequences that decode")
+    parser.add_argument("--waiting", type=int, default=64, help="sequences that wait for a slot")
+    parser.add_argument("--rounds", type=int, default=1000, help="measured steps")
     given = parser.parse_args()
     for name, by_deadline in (("fcfs", False), ("slo", True)):
         plans, commits = measure(given.running, given.waiting, given.rounds, by_deadline=by_deadline)

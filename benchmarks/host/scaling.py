@@ -1,14 +1,15 @@
-"""Weak scaling of the host: what a step costs it at 1, 2 and 4 replicas, each a thread with a scheduler and a batch of
-its own, as in the engine. No device: plans are packed and committed, and nothing is computed.
+"""Weak scaling of the host: its time for a step at 1, 2 and 4 replicas.
 
-python -m benchmarks.host.scaling --rows 1 2 4 --running 64 --step-ms 20 --json OUT.json
+Each replica is a thread with its own scheduler and batch, as in the engine. The host plans, packs and commits steps;
+there is no device, and nothing is computed.
 
-- alone: CPU time of one thread for a step: plan, pack, commit.
-- busy: rows that never wait for a device, the worst case. Python runs one thread at a time, so a step's wall time grows
-  with the rows, and the steps a second of all rows together should stay the same.
-- paced: each row begins a step every --step-ms, as a device that computes so long would have it, rows evenly apart. The
-  wall time of the host's part is what is left of the step's time for others; it should grow little as long as all rows'
-  parts fit into a step's time.
+    python -m benchmarks.host.scaling --replicas 1 2 4 --running 64 --step-ms 20 --json OUT.json
+
+- CPU: CPU time of one thread for a step: plan, pack, commit.
+- busy: replicas never wait for a device, the worst case. Python runs one thread at a time, so the wall time of a step
+  grows with the number of replicas, and the steps per second of all replicas together should stay the same.
+- paced: each replica begins a step every --step-ms, as if a device computed for so long; replicas are evenly staggered.
+  The wall time of the host's part should grow little as long as the parts of all replicas fit into a step's time.
 """
 
 import argparse
@@ -42,8 +43,8 @@ MODEL = {
 }
 
 
-class Row:
-    """The host's part of a replica: a scheduler with `running` sequences that decode, and a runner that packs."""
+class Replica:
+    """The host's part of a replica: a scheduler with `running` decoding sequences, and a runner that packs steps."""
 
     def __init__(self, running: int):
         self._running, self._now = running, 0.0
@@ -59,11 +60,11 @@ class Row:
             dtype=dtype,
         )
         self._runner = Runner(model, abstract_weights(model, dtype, sharding_of(mesh)), config, mesh)
-        while not self.step():  # until all decode
+        while not self.step():  # until all sequences decode
             pass
 
     def step(self) -> bool:
-        """Plans, packs and commits a step; whether all sequences decoded in it."""
+        """Plan, pack and commit a step. Returns whether all sequences decoded in it."""
         self._now += 0.02
         plan = self._scheduler.plan(self._now)
         assert plan is not None
@@ -72,28 +73,36 @@ class Row:
         return plan.decode and len(plan.rows) == self._running
 
 
-def run(rows: int, running: int, steps: int, period: float) -> tuple[list[float], list[float], float]:
-    """Wall seconds of each step's host part, CPU seconds of the same, and wall seconds of the whole. A period of 0 does
-    not wait between steps."""
-    made = [Row(running) for _ in range(rows)]
-    walls: list[list[float]] = [[] for _ in made]
-    cpus: list[list[float]] = [[] for _ in made]
-    together = threading.Barrier(rows + 1)
+def run(count: int, running: int, steps: int, period: float) -> tuple[list[float], list[float], float]:
+    """Run `count` replicas at once.
+
+    Args:
+        running: sequences of each replica.
+        steps: measured steps of each replica.
+        period: seconds from the beginning of a step to the next; 0: no wait between steps.
+
+    Returns:
+        wall seconds and CPU seconds of the host's part of each step, and wall seconds of the whole run.
+    """
+    replicas = [Replica(running) for _ in range(count)]
+    walls: list[list[float]] = [[] for _ in replicas]
+    cpus: list[list[float]] = [[] for _ in replicas]
+    together = threading.Barrier(count + 1)
 
     def loop(number: int) -> None:
-        row, wall, cpu = made[number], walls[number], cpus[number]
+        replica, wall, cpu = replicas[number], walls[number], cpus[number]
         together.wait()
-        due = time.perf_counter() + period * number / rows
+        due = time.perf_counter() + period * number / count
         for _ in range(WARM_UP + steps):
             if period:
                 time.sleep(max(0.0, due - time.perf_counter()))
                 due += period
             began, used = time.perf_counter(), time.thread_time()
-            row.step()
+            replica.step()
             cpu.append(time.thread_time() - used)
             wall.append(time.perf_counter() - began)
 
-    threads = [threading.Thread(target=loop, args=(number,)) for number in range(rows)]
+    threads = [threading.Thread(target=loop, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     together.wait()
@@ -109,17 +118,17 @@ def run(rows: int, running: int, steps: int, period: float) -> tuple[list[float]
 
 
 def measure(counts: Sequence[int], running: int, steps: int, period: float) -> list[dict[str, Any]]:
-    """A line of figures for each number of rows."""
+    """Measure each number of replicas."""
     found = []
-    for rows in counts:
-        busy, cpu, whole = run(rows, running, steps, 0.0)
-        paced, _, _ = run(rows, running, steps, period)
+    for count in counts:
+        busy, cpu, whole = run(count, running, steps, 0.0)
+        paced, _, _ = run(count, running, steps, period)
         found.append(
             {
-                "rows": rows,
+                "replicas": count,
                 "cpu_ms": 1e3 * statistics.median(cpu),
                 "busy_ms": 1e3 * statistics.median(busy),
-                "busy_steps_per_second": rows * (WARM_UP + steps) / whole,
+                "busy_steps_per_second": count * (WARM_UP + steps) / whole,
                 "paced_ms": 1e3 * statistics.median(paced),
                 "paced_p95_ms": 1e3 * statistics.quantiles(paced, n=20)[-1],
             }
@@ -128,25 +137,29 @@ def measure(counts: Sequence[int], running: int, steps: int, period: float) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--running", type=int, default=64, help="sequences of a row")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host.scaling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4], help="numbers of replicas to measure")
+    parser.add_argument("--running", type=int, default=64, help="sequences of a replica")
+    parser.add_argument("--steps", type=int, default=500, help="measured steps of a replica")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="milliseconds between steps where paced")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     given = parser.parse_args()
-    found = measure(given.rows, given.running, given.steps, given.step_ms / 1e3)
-    print(f"{given.running} sequences a row, {os.cpu_count()} cores, a step every {given.step_ms:g} ms where paced")
-    print("| rows | CPU ms a step | busy, ms a step | busy, steps/s of all | paced, ms a step | paced, P95 |")
+    found = measure(given.replicas, given.running, given.steps, given.step_ms / 1e3)
+    print(f"{given.running} sequences a replica, {os.cpu_count()} cores, a step every {given.step_ms:g} ms where paced")
+    print("| replicas | CPU ms a step | busy, ms a step | busy, steps/s of all | paced, ms a step | paced, P95 |")
     print("|---|---|---|---|---|---|")
     for line in found:
         print(
-            f"| {line['rows']} | {line['cpu_ms']:.2f} | {line['busy_ms']:.2f} | {line['busy_steps_per_second']:.0f} | "
-            f"{line['paced_ms']:.2f} | {line['paced_p95_ms']:.2f} |"
+            f"| {line['replicas']} | {line['cpu_ms']:.2f} | {line['busy_ms']:.2f} | "
+            f"{line['busy_steps_per_second']:.0f} | {line['paced_ms']:.2f} | {line['paced_p95_ms']:.2f} |"
         )
     if given.json:
         settings = {"running": given.running, "steps": given.steps, "step_ms": given.step_ms, "cores": os.cpu_count()}
-        given.json.write_text(json.dumps({"settings": settings, "rows": found}, indent=2) + "\n")
+        given.json.write_text(json.dumps({"settings": settings, "measured": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

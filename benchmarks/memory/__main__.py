@@ -1,5 +1,5 @@
-"""What the engine's memory is worth on this CPU: a system prompt that all share, more sequences than the KV cache
-holds, and how much of what is allocated is used. See benchmarks/README.md."""
+"""Effect of the engine's memory features on this CPU: a shared system prompt, more sequences than the KV cache holds,
+and the used share of allocated slots. See benchmarks/README.md."""
 
 import argparse
 import json
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from benchmarks import models, report
 from benchmarks.memory import report as memory_report
-from benchmarks.processes import Worker, say
+from benchmarks.processes import Worker, log
 from checkpoints.reader import Checkpoint
 from omni_jax.lab.model import tiny_vl
 
 PARTS = ("prefix", "oversubscription", "slots")
 MODELS = ("smollm2", "tiny")
-USERS, SYSTEM, QUESTION, ANSWER = 20, 1500, 24, 8  # the shared-prefix load
-SEQUENCES, SHORTEST, LONGEST, OUTPUT = 64, 256, 1024, 128  # the rush
+USERS, SYSTEM, QUESTION, ANSWER = 20, 1500, 24, 8  # users and tokens of the shared-prefix load
+SEQUENCES, SHORTEST, LONGEST, OUTPUT = 64, 256, 1024, 128  # sequences and tokens of the oversubscription load
 MODES = ("swap", "recompute", "auto")
-SLOT_BLOCK = 16  # tokens of a block where slots are counted
-REQUESTS = 200  # of the usual mix
+SLOT_BLOCK = 16  # block size
+REQUESTS = 200  # requests of the part slots
 GIB = 1 << 30
 EXAMPLE = """example, a few minutes with a small random model:
   python -m benchmarks.memory --model tiny --rounds 3
@@ -34,7 +34,7 @@ everything, with SmolLM2:
 def main() -> None:
     args = _parse()
     machine = report.machine()
-    say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
+    log(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
     document = {"machine": machine, "model": args.directory.name if args.directory else args.model, "parts": {}}
     measure: dict[str, Callable[[argparse.Namespace, Path], dict]] = {
         "prefix": prefix,
@@ -56,8 +56,8 @@ def main() -> None:
 
 
 def prefix(args: argparse.Namespace, folder: Path) -> dict:
-    """Two engines, one with the prefix cache and one without, in turns. Every round has a system prompt of its own, so
-    that no round finds what another left."""
+    """Run two engines in turns, with the prefix cache and without. Each round has a new system prompt, which is not
+    cached yet."""
     options = _options(args, max_model_len=2048, kv_cache_memory_bytes=2 * GIB)
     found: dict = {"users": USERS, "system": SYSTEM, "question": QUESTION, "contenders": [], "cases": []}
     workers = _start(
@@ -72,13 +72,13 @@ def prefix(args: argparse.Namespace, folder: Path) -> dict:
         ask = {"users": USERS, "system": SYSTEM, "question": QUESTION, "answer": ANSWER, "together": together}
         answers = _rounds(args, f"prefix, {title}", workers, "shared_prefix", ask)
         found["cases"].append({"title": title, "answers": answers})
-        say(memory_report.prefix_line(found["cases"][-1]), indent=1)
+        log(memory_report.prefix_line(found["cases"][-1]), indent=1)
     _stop(workers)
     return found
 
 
 def oversubscription(args: argparse.Namespace, folder: Path) -> dict:
-    """Three engines that differ in what becomes of the blocks of a preempted sequence, in turns."""
+    """Run three engines in turns, which differ in the preemption mode."""
     draw = random.Random(SEQUENCES)
     prompts = [draw.randint(SHORTEST, LONGEST) for _ in range(SEQUENCES)]
     tokens = sum(prompts) + SEQUENCES * OUTPUT
@@ -87,7 +87,7 @@ def oversubscription(args: argparse.Namespace, folder: Path) -> dict:
         max_model_len=2048,
         max_num_seqs=SEQUENCES,
         block_size=SLOT_BLOCK,
-        kv_cache_memory_bytes=tokens // 2 * bytes_a_token(_directory(args)),
+        kv_cache_memory_bytes=tokens // 2 * bytes_per_token(_directory(args)),
         enable_prefix_caching=False,
     )
     found: dict = {"sequences": SEQUENCES, "tokens": tokens, "output": OUTPUT, "contenders": []}
@@ -102,20 +102,20 @@ def oversubscription(args: argparse.Namespace, folder: Path) -> dict:
 
 
 def slots(args: argparse.Namespace, folder: Path) -> dict:
-    """One engine; nothing is timed."""
+    """Run one engine, without timing."""
     options = _options(args, max_model_len=4096, block_size=SLOT_BLOCK, max_num_seqs=16)
     if args.model == "tiny" and args.directory is None:
         options["max_pixels"] = 401408
     found: dict = {"block_size": SLOT_BLOCK, "requests": REQUESTS, "contenders": []}
     [worker] = _start({"omni-jax": options}, folder, found)
-    say("slots")
+    log("slots")
     found["answer"] = worker.ask("slots", requests=REQUESTS, seed=1)
     _stop([worker])
     return found
 
 
-def bytes_a_token(directory: Path) -> int:
-    """Of the KV cache in float32, for a model in Hugging Face layout."""
+def bytes_per_token(directory: Path) -> int:
+    """Return the bytes of a token in a float32 KV cache, for a model in Hugging Face layout."""
     config = Checkpoint(directory).config
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4
@@ -134,7 +134,7 @@ def _options(args: argparse.Namespace, **options) -> dict:
 def _start(contenders: dict[str, dict], folder: Path, found: dict) -> list[Worker]:
     workers = []
     for i, (name, options) in enumerate(contenders.items()):
-        say(f"starting {name}")
+        log(f"starting {name}")
         command = [sys.executable, "-m", "benchmarks.memory.case", name, json.dumps(options)]
         worker = Worker(command, folder / f"{i}.log")
         if "missing" in worker.about:
@@ -150,12 +150,12 @@ def _stop(workers: list[Worker]) -> None:
 
 
 def _rounds(args: argparse.Namespace, title: str, workers: list[Worker], do: str, ask: dict) -> dict[str, list[dict]]:
-    """Each contender in turn, `rounds` times. A round's seed is the same for all."""
+    """Run each contender in turn, `rounds` times. All contenders of a round have the same seed."""
     answers: dict[str, list[dict]] = {worker.name: [] for worker in workers}
     for number in range(args.rounds):
         for worker in workers:
             answers[worker.name].append(worker.ask(do, **ask, seed=number))
-            say(f"{title}, round {number + 1}: {worker.name} {answers[worker.name][-1]['seconds']:.1f} s", indent=1)
+            log(f"{title}, round {number + 1}: {worker.name} {answers[worker.name][-1]['seconds']:.1f} s", indent=1)
     return answers
 
 
@@ -167,12 +167,12 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--model", choices=MODELS, default="smollm2", help="smollm2, or a small random one")
-    parser.add_argument("--directory", type=Path, help="another model in Hugging Face layout")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of everything that is timed (3)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="everything that was measured")
-    parser.add_argument("--markdown", type=Path, metavar="OUT", help="the tables, as for docs/memory.md")
-    parser.add_argument("--check", action="store_true", help="end with 1 where a target is missed")
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="smollm2, or a small random model")
+    parser.add_argument("--directory", type=Path, help="model in Hugging Face layout instead")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of timed parts (3)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="file for all figures")
+    parser.add_argument("--markdown", type=Path, metavar="OUT", help="file for the tables")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")

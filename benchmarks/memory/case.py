@@ -1,4 +1,4 @@
-"""The engine under loads that are about its memory. Requests go in at once, and each comes back with its times."""
+"""Contender of benchmarks.memory: the engine under loads that exercise its memory."""
 
 import argparse
 import dataclasses
@@ -22,7 +22,7 @@ class MemoryCase:
     """A benchmarks.worker.Contender.
 
     Args:
-        name: of the contender.
+        name: name of the contender.
         options: fields of EngineConfig.
     """
 
@@ -45,16 +45,16 @@ class MemoryCase:
         }
 
     def shared_prefix(self, users: int, system: int, question: int, answer: int, together: bool, seed: int):
-        """Each user asks a question of their own behind one system prompt, which nobody has sent before.
+        """Run one request of each user: a new shared system prompt, followed by the user's question.
 
         Args:
-            users: how many.
-            system, question, answer: tokens of the prompt that all share, of each one's own, and of each answer.
-            together: all at once; else one after another, the second only when the first has its answer.
-            seed: of the tokens.
+            users: number of users.
+            system, question, answer: number of tokens of the shared prompt, of each question, and of each answer.
+            together: whether all arrive at once; else each arrives after the answer to the one before.
+            seed: seed of the tokens.
 
         Returns:
-            {"first_token_seconds": of each, "seconds": in all}
+            {"first_token_seconds": of each request, "seconds": in total}
         """
         draw = random.Random(seed)
         shared = self._ids(draw, system)
@@ -68,11 +68,11 @@ class MemoryCase:
         }
 
     def rush(self, prompts: list[int], answer: int, seed: int):
-        """Sequences of these lengths arrive at once, each with tokens of its own.
+        """Run sequences of these lengths, which arrive at once and have different tokens.
 
         Returns:
-            {"latency_seconds": of each, to its last token, "failed": how many did not come to their end, "seconds": in
-            all, "preemptions", "blocks_out", "blocks_in": blocks swapped}
+            {"latency_seconds": of each request to its last token, "failed": number of incomplete requests, "seconds":
+            in total, "preemptions", "blocks_out", "blocks_in": swapped blocks}
         """
         draw = random.Random(seed)
         before = self._engine.stats()
@@ -90,12 +90,11 @@ class MemoryCase:
         }
 
     def slots(self, requests: int, seed: int):
-        """The laboratory's usual mix, as fast as the engine takes it. What the sequences hold is looked at after each
-        step.
+        """Run the lab's default mix as fast as the engine takes it, and count slots after each step.
 
         Returns:
-            {"used", "allocated": slots, summed over steps, "sequences": the same of sequences that hold some,
-            "mean_length": used slots a sequence, "steps"}
+            {"used", "allocated": slots, summed over steps; "sequences": running sequences, summed over steps;
+            "mean_length": used slots of a sequence; "steps"}
         """
         tokenizer, vision = self._engine.tokenizer, self._engine.vision
         mix = Mix()
@@ -104,7 +103,7 @@ class MemoryCase:
         arrivals = generate(mix, rate=1.0, count=requests, seed=seed)
         used = allocated = sequences = steps = 0
 
-        def look():
+        def count_slots():
             nonlocal used, allocated, sequences, steps
             stats = self._engine.stats()
             assert stats.pool is not None
@@ -114,7 +113,7 @@ class MemoryCase:
             allocated += filled + stats.pool.unfilled_slots
             sequences += stats.num_requests_running
 
-        self._run([build(arrival, tokenizer, vision, patches=True) for arrival in arrivals], look)
+        self._run([build(arrival, tokenizer, vision, patches=True) for arrival in arrivals], count_slots)
         return {
             "used": used,
             "allocated": allocated,
@@ -123,8 +122,10 @@ class MemoryCase:
             "steps": steps,
         }
 
-    def _run(self, requests: list[Request], look: Callable[[], None] = lambda: None) -> list[tuple[float, float, int]]:
-        """Seconds to the first token and to the last of each request, and how many it got."""
+    def _run(
+        self, requests: list[Request], after_step: Callable[[], None] = lambda: None
+    ) -> list[tuple[float, float, int]]:
+        """Return for each request the seconds to its first and last token, and the number of its tokens."""
         begin = time.perf_counter()
         for request in requests:
             self._engine.add(request)
@@ -138,11 +139,11 @@ class MemoryCase:
                 first.setdefault(delta.request_id, now)
                 last[delta.request_id] = now
                 counts[delta.request_id] += len(delta.token_ids)
-            look()
+            after_step()
         return [(first[request.id], last[request.id], counts[request.id]) for request in requests]
 
     def _ids(self, draw: random.Random, count: int) -> list[int]:
-        """Control tokens, which are at the ends of the vocabulary, are left out."""
+        """Draw token ids, without the ends of the vocabulary (control tokens)."""
         return [draw.randrange(16, self._engine.info.vocab_size - 16) for _ in range(count)]
 
     def _request(self, ids: list[int], answer: int) -> Request:

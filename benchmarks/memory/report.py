@@ -1,4 +1,4 @@
-"""What benchmarks.memory measured, as text, with each target reached or not."""
+"""Results of benchmarks.memory in Markdown, with the verdict on each target."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,17 @@ from benchmarks.report import machine_line
 from omni_jax.stats.intervals import STATISTICS, Comparison, Interval, compare, interval, resamples
 
 RESAMPLES = 2000
-TIMES_LOWER = 8.0  # mean time to the first token with the prefix cache
-MARGIN = 0.01  # of used over allocated slots
+TIMES_LOWER = 8.0  # target: mean time to the first token without the prefix cache over that with it
+MARGIN = 0.01  # tolerance on used over allocated slots
 TITLES = {
-    "prefix": "A system prompt that all share",
+    "prefix": "Shared system prompt",
     "oversubscription": "More sequences than the cache holds",
     "slots": "Used over allocated slots",
 }
 
 
 def markdown(document: dict) -> str:
-    """The machine, and a table for each part."""
+    """Return the machine, and a table for each part."""
     tables = {"prefix": _prefix, "oversubscription": _oversubscription, "slots": _slots}
     lines = [machine_line(document["machine"]), "", f"Model: {document['model']}, float32."]
     for part, found in document["parts"].items():
@@ -30,42 +30,42 @@ def markdown(document: dict) -> str:
 
 
 def verdicts(document: dict) -> list[tuple[str, bool]]:
-    """(target, whether it was reached) of everything that has one."""
+    """Return (target, whether it was reached) for each target."""
     found = []
     for part, measured in document["parts"].items():
         if part == "prefix":
             for case in measured["cases"]:
                 times = times_lower(case).value
-                target = f"first token {TIMES_LOWER:g} times sooner with the cache, {case['title']}, {times:.1f} times"
+                target = f"first token {TIMES_LOWER:g} times sooner with the cache, {case['title']}: {times:.1f} times"
                 found.append((target, times >= TIMES_LOWER))
         elif part == "oversubscription":
             failed = sum(answer["failed"] for answers in measured["answers"].values() for answer in answers)
-            found.append((f"no request fails, {failed} did", not failed))
+            found.append((f"no request fails: {failed} failed", not failed))
         else:
             ratio, least = slot_ratio(measured), least_slot_ratio(measured)
-            found.append((f"used over allocated slots at least {least:.4f}, {ratio:.4f}", ratio >= least))
+            found.append((f"used over allocated slots at least {least:.4f}: {ratio:.4f}", ratio >= least))
     return found
 
 
-# -- a system prompt that all share -----------------------------------------------------------------------------------
+# -- shared system prompt ---------------------------------------------------------------------------------------------
 
 
 def times_lower(case: dict) -> Interval:
-    """Mean time to the first token without the cache over that with it, over the same users."""
+    """Return the mean time to the first token without the cache over that with it, paired by user."""
     return _against(case["answers"], "first_token_seconds", "without", "with the cache", "mean").ratio
 
 
 def prefix_line(case: dict) -> str:
-    """A case in one line, for progress."""
+    """Return a case in one line, for progress."""
     means = {name: np.mean(_values(answers, "first_token_seconds")) for name, answers in case["answers"].items()}
-    told = ", ".join(f"{name} {mean:.3g} s" for name, mean in means.items())
-    return f"{case['title']}: first token {told}; {times_lower(case).value:.1f} times"
+    times = ", ".join(f"{name} {mean:.3g} s" for name, mean in means.items())
+    return f"{case['title']}: first token {times}; {times_lower(case).value:.1f} times"
 
 
 def _prefix(found: dict) -> list[str]:
     lines = [
-        f"A prompt of {found['system']:,} tokens that all users share and nobody has sent before, and "
-        f"{found['question']} of each one's own. Seconds to the first token.",
+        f"A new prompt of {found['system']:,} tokens that all users share, {found['question']} tokens of each user. "
+        "Seconds to the first token.",
         "",
         "| users | cache | mean | P95 | mean without / with |",
         "|---|---|---|---|---|",
@@ -86,11 +86,11 @@ def _prefix(found: dict) -> list[str]:
 def _oversubscription(found: dict) -> list[str]:
     blocks = found["contenders"][0]
     lines = [
-        f"{found['sequences']} sequences at once, {found['tokens']:,} tokens in all at their ends; the pool has room "
-        f"for {blocks['blocks'] * blocks['block_size']:,}. Latency to the last token, in seconds, with 95 % intervals "
-        "over requests; the last column draws the same requests from both.",
+        f"{found['sequences']} sequences at once, {found['tokens']:,} tokens in total when they end; the pool holds "
+        f"{blocks['blocks'] * blocks['block_size']:,}. Latency to the last token, in seconds, with 95 % intervals "
+        "over requests; the last column is paired by request.",
         "",
-        "| preempted blocks are | rounds | failed | preemptions | blocks out / in | seconds in all | mean | P95 | "
+        "| preempted blocks are | rounds | failed | preemptions | blocks out / in | total seconds | mean | P95 | "
         "P95 over auto's |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -115,23 +115,22 @@ def _oversubscription(found: dict) -> list[str]:
 
 
 def slot_ratio(found: dict) -> float:
-    """Slots that hold a row over those of the blocks that sequences hold, over all steps."""
+    """Return the slots that hold a row over the slots of the blocks that sequences hold, over all steps."""
     return found["answer"]["used"] / found["answer"]["allocated"]
 
 
 def least_slot_ratio(found: dict) -> float:
-    """What is asked for: the last block of a sequence of any length has (block_size - 1) / 2 slots unfilled on average,
-    and nothing else may be."""
+    """Return the target: on average, only (block_size - 1) / 2 slots of a sequence's last block are unfilled."""
     return 1 - (found["block_size"] - 1) / 2 / found["answer"]["mean_length"] - MARGIN
 
 
 def _slots(found: dict) -> list[str]:
     answer = found["answer"]
     return [
-        f"{found['requests']} requests of the laboratory's usual mix, blocks of {found['block_size']}, over "
+        f"{found['requests']} requests of the lab's default mix, blocks of {found['block_size']}, over "
         f"{answer['steps']:,} steps.",
         "",
-        "| rows a sequence, mean | sequences, mean | used / allocated | asked for |",
+        "| rows a sequence, mean | sequences, mean | used / allocated | target |",
         "|---|---|---|---|",
         f"| {answer['mean_length']:.1f} | {answer['sequences'] / answer['steps']:.1f} | {slot_ratio(found):.4f} | "
         f"{least_slot_ratio(found):.4f} |",
@@ -159,7 +158,7 @@ def _number(found: Interval, form: str) -> str:
 
 
 def _others(found: dict) -> float:
-    """Cores that other processes kept busy in the most disturbed round of what was timed."""
+    """Return the number of cores that other processes kept busy in the most disturbed timed round."""
     groups = [case["answers"] for case in found.get("cases", ())] + [found.get("answers", {})]
     rounds = [answer for group in groups for answers in group.values() for answer in answers]
     return max((answer["others"] for answer in rounds), default=0.0)

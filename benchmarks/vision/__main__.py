@@ -1,5 +1,5 @@
-"""Images on this CPU: preprocessing and the vision tower beside transformers, and what a stream of text notices of
-images that are in work. See benchmarks/README.md."""
+"""Speed of images on this CPU: preprocessing and the vision tower beside transformers, and the gaps of a text stream
+while images are encoded. See benchmarks/README.md."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.processes import Worker, say
+from benchmarks.processes import Worker, log
 from benchmarks.rounds import Series, largest_gap_allowed, largest_slice
 from benchmarks.vision import model as vision_model
 from benchmarks.vision import report as vision_report
@@ -21,16 +21,16 @@ from benchmarks.vision.images import write_jpegs, write_patches
 PARTS = ("preprocess", "tower", "gaps")
 SIZES = ((448, 448), (640, 480), (1280, 960), (1920, 1080))  # pixels, (width, height)
 GRIDS = ((32, 32), (64, 64), (34, 46))  # patches, (rows, columns): 1,024, 4,096, and 640 x 480 pixels in a padded call
-COUNT = 24  # images of a round of preprocessing
-THREADS = 2  # that prepare at once in the last case of preprocessing, as the server's do on two cores
+COUNT = 24  # images in a round of preprocessing
+THREADS = 2  # threads in the last case of preprocessing, as in a server on two cores
 LARGE = (1280, 960)
-IN_WORK, ALONE = 8, 3  # large images beside the stream; and before it, to time their slices
-MOST_DIFFERENCE = 1e-2  # between features in float32
-AFTER = 100  # tokens of the stream before the images come
+IN_STREAM, ALONE = 8, 3  # large images during the stream, and before it on an idle engine
+MAX_DIFFERENCE = 1e-2  # largest difference of float32 features
+AFTER = 100  # tokens of the stream before the images arrive
 EXAMPLE = """example, two minutes on a quiet machine (everything takes a quarter of an hour):
   python -m benchmarks.vision --parts preprocess --rounds 1
 
-everything, with an interpreter that has torch, transformers and torchvision:
+everything, with a Python interpreter that has torch, transformers and torchvision:
   python -m benchmarks.vision --torch-python .venv-torch/bin/python --markdown table.md
 """
 
@@ -38,7 +38,7 @@ everything, with an interpreter that has torch, transformers and torchvision:
 def main() -> None:
     args = _parse()
     machine = report.machine()
-    say(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
+    log(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")
     directory = vision_model.locate(args.directory).resolve()
     document = {"machine": machine, "parts": {}}
     measure: dict[str, Callable] = {"preprocess": _preprocess, "tower": _tower, "gaps": _gaps}
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _preprocess(args, directory: Path, folder: Path) -> dict:
-    """Rounds of COUNT images of a size, from a file's bytes and decoded, and at last of all sizes in threads."""
+    """Run rounds of COUNT images of each size, from JPEG bytes and decoded, and finally of all sizes in threads."""
     ours = [sys.executable, "-m", "benchmarks.vision.case", str(directory), "--part", "preprocess"]
     transformers = [args.torch_python or sys.executable, "-m", "benchmarks.vision.hf_case", str(directory)]
     commands = {"omni-jax": ours}
@@ -70,8 +70,8 @@ def _preprocess(args, directory: Path, folder: Path) -> dict:
         for size, (grid, mean), (their_grid, their_mean) in zip(SIZES, found["omni-jax"], theirs, strict=True):
             if grid != their_grid or not math.isclose(mean, their_mean, abs_tol=0.5):
                 raise SystemExit(
-                    f"of {size[0]} x {size[1]} pixels omni-jax makes {grid} patches with a mean of {mean:.2f}, "
-                    f"{name} {their_grid} with {their_mean:.2f}: they do not do the same"
+                    f"{size[0]} x {size[1]} pixels: omni-jax makes {grid} patches with a mean of {mean:.2f}, "
+                    f"{name} {their_grid} with {their_mean:.2f}; expected the same"
                 )
     for i, (width, height) in enumerate(SIZES):
         for decoded in (False, True):
@@ -86,19 +86,19 @@ def _preprocess(args, directory: Path, folder: Path) -> dict:
 
 
 def _tower(args, directory: Path, folder: Path) -> dict:
-    """Rounds of one image each."""
+    """Run rounds of one image each."""
     ours = [sys.executable, "-m", "benchmarks.vision.case", str(directory), "--part", "tower"]
     transformers = [args.torch_python or sys.executable, "-m", "benchmarks.vision.hf_case", str(directory)]
     workers, part = _start({"omni-jax": ours, "transformers": [*transformers, "--part", "tower"]}, folder)
     files = write_patches(folder, list(GRIDS))
     opened = {}
     for worker in workers:
-        say(f"tower: {worker.name} compiles and encodes once")
+        log(f"tower: {worker.name} compiles and encodes once")
         opened[worker.name] = worker.ask("open", files=files, grids=GRIDS)
     mine = opened.pop(workers[0].name)
     part["differences"] = {name: _difference(mine["found"], theirs["found"]) for name, theirs in opened.items()}
-    if any(most > MOST_DIFFERENCE for most in part["differences"].values()):
-        raise SystemExit(f"features differ by up to {part['differences']}: they do not do the same")
+    if any(most > MAX_DIFFERENCE for most in part["differences"].values()):
+        raise SystemExit(f"features differ by up to {part['differences']}, expected at most {MAX_DIFFERENCE}")
     for i, (rows, columns) in enumerate(GRIDS):
         bucket = mine["buckets"][i]
         title = f"{rows * columns:,} patches" + ("" if bucket == rows * columns else f", computed as {bucket:,}")
@@ -108,35 +108,35 @@ def _tower(args, directory: Path, folder: Path) -> dict:
 
 
 def _gaps(args, directory: Path, folder: Path) -> dict:
-    """A stream by itself, and one beside images."""
+    """Run a stream alone, and one during which images arrive."""
     command = [sys.executable, "-m", "benchmarks.vision.gaps_case", str(directory), "--max-model-len", "4096"]
     [worker], part = _start({"omni-jax": command}, folder)
-    worker.ask("open", files=write_jpegs(folder, [LARGE] * (ALONE + IN_WORK)))
-    say(f"gaps: {ALONE} images alone")
+    worker.ask("open", files=write_jpegs(folder, [LARGE] * (ALONE + IN_STREAM)))
+    log(f"gaps: {ALONE} images on the idle engine")
     alone = worker.ask("alone", which=list(range(ALONE)))
     answers = {}
-    for name, images in (("plain", []), ("images", list(range(ALONE, ALONE + IN_WORK)))):
-        say(f"gaps: {args.tokens} tokens" + (f" beside {len(images)} images" if images else ""))
+    for name, images in (("plain", []), ("images", list(range(ALONE, ALONE + IN_STREAM)))):
+        log(f"gaps: {args.tokens} tokens" + (f" with {len(images)} images" if images else ""))
         answers[name] = worker.ask("stream", tokens=args.tokens, images=images, after=AFTER)
     _stop([worker])
     step = statistics.median(answers["plain"]["step_seconds"])
     part |= {"tokens": args.tokens, "size": LARGE, "step_seconds": step, "alone": alone, **answers}
-    # What one slice takes by itself is the strict measure: beside the stream, its seconds have steps in them.
+    # Slices on the idle engine are the strict measure: during the stream, their seconds include steps.
     part["slice_seconds"] = largest_slice(alone["slice_seconds"])
     part["allowed"] = largest_gap_allowed(step=step, longest_slice=part["slice_seconds"])
     part["allowed_beside"] = largest_gap_allowed(step=step, longest_slice=max(answers["images"]["slice_seconds"]))
-    say(vision_report.gaps_line(part), indent=1)
+    log(vision_report.gaps_line(part), indent=1)
     return part
 
 
 def _start(commands: dict[str, list[str]], folder: Path) -> tuple[list[Worker], dict]:
-    """The contenders that are there, and what is to be filled with results."""
+    """Return the contenders that started, and an empty document for their results."""
     workers, part = [], {"contenders": [], "missing": [], "rows": []}
     for i, (name, command) in enumerate(commands.items()):
-        say(f"starting {name}")
+        log(f"starting {name}")
         worker = Worker(command, folder / f"{i}.log")
         if "missing" in worker.about:
-            say(worker.about["missing"], indent=1)
+            log(worker.about["missing"], indent=1)
             part["missing"].append(f"{name}: {worker.about['missing']}")
         else:
             workers.append(worker)
@@ -150,7 +150,7 @@ def _stop(workers: list[Worker]) -> None:
 
 
 def _rounds(args, title: str, amount: int, workers: list[Worker], do: str, arguments: dict) -> dict:
-    """Each contender in turn, `rounds` times, and once before to warm up."""
+    """Run each contender in turn, `rounds` times after a warm-up."""
     answers = {worker.name: [] for worker in workers}
     for i in range(-1, args.rounds):
         for worker in workers:
@@ -168,12 +168,12 @@ def _rounds(args, title: str, amount: int, workers: list[Worker], do: str, argum
     ]
     peaks = {name: max(a["peak_mib"] for a in found) for name, found in answers.items()}
     row = {"title": title, "series": [dataclasses.asdict(s) for s in series], "peak_mib": peaks}
-    say(vision_report.line(row), indent=1)
+    log(vision_report.line(row), indent=1)
     return row
 
 
 def _difference(mine: list, theirs: list) -> float:
-    """Largest difference of any number in nested lists of one shape."""
+    """Return the largest difference between numbers in nested lists of one shape."""
     if isinstance(mine, list):
         return max(_difference(one, other) for one, other in zip(mine, theirs, strict=True))
     return abs(mine - theirs)
@@ -187,18 +187,18 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each case of preprocessing and tower (5)")
-    parser.add_argument("--tokens", type=int, default=1001, help="tokens of a stream, one more than its gaps (1001)")
-    parser.add_argument("--directory", type=Path, help="another Qwen2-VL, in place of the one that is built")
-    parser.add_argument("--torch-python", help="interpreter that has torch and transformers, and torchvision or not")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="everything that was measured")
-    parser.add_argument("--markdown", type=Path, metavar="OUT", help="the tables, as for docs/performance.md")
-    parser.add_argument("--check", action="store_true", help="end with 1 where a target is missed")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each case of preprocess and tower (5)")
+    parser.add_argument("--tokens", type=int, default=1001, help="tokens of the stream, one more than its gaps (1001)")
+    parser.add_argument("--directory", type=Path, help="Qwen2-VL in Hugging Face layout instead of the random one")
+    parser.add_argument("--torch-python", help="Python interpreter with torch, transformers and perhaps torchvision")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="file for all figures")
+    parser.add_argument("--markdown", type=Path, metavar="OUT", help="file for the tables")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
     if args.tokens <= 2 * AFTER:
-        parser.error(f"--tokens must be more than {2 * AFTER}, got {args.tokens}: images come after {AFTER}")
+        parser.error(f"--tokens must be above {2 * AFTER}, got {args.tokens}: images arrive after {AFTER}")
     return args
 
 

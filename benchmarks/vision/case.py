@@ -1,4 +1,4 @@
-"""This project's way from an image to its features: preprocessing, and the executables of the vision tower."""
+"""Contender omni-jax: preprocessing of images, and the executables of the vision tower."""
 
 import argparse
 import time
@@ -25,19 +25,19 @@ NAME = "omni-jax"
 
 
 def preparer(directory: Path) -> Preparer:
-    """Bytes to uint8 patches and their digest. Pixels are rescaled and normalised on the device, by the tower's first
-    executable, and so are not part of it."""
+    """Return a preparer of uint8 patches and their digest, without rescaling and normalising: the tower's first
+    executable does both on the device."""
     settings = VisionSettings.from_directory(directory)
 
-    def look(item: MediaItem):
+    def summary(item: MediaItem):
         return list(item.grid), float(item.patches.mean())
 
     about = {"name": NAME, "version": f"Pillow {PIL.__version__}, NumPy {np.__version__}"}
-    return Preparer(about, open_image, lambda image: pack_image(image, settings), look)
+    return Preparer(about, open_image, lambda image: pack_image(image, settings), summary)
 
 
 class Tower:
-    """A benchmarks.worker.Contender: the engine's own executables, buckets and slices, with no steps between."""
+    """A benchmarks.worker.Contender: the engine's executables, buckets and slices, without steps between slices."""
 
     def __init__(self, directory: Path, layers_per_slice: int = 1):
         compat.use_compilation_cache(default_cache_dir() / "xla-benchmarks")
@@ -51,7 +51,7 @@ class Tower:
         return {"name": NAME, "version": f"JAX {jax.__version__}"}
 
     def open(self, files: list[str], grids: list[tuple[int, int]]):
-        """Compiles what these images need. {"found": some features of each}; files are uint8 patches."""
+        """Compile executables for these images, files of uint8 patches. Returns {"found": some features of each}."""
         merge = self._config.spatial_merge_size
         self._spans = [
             MediaSpan(
@@ -90,7 +90,7 @@ class Tower:
         return {"found": found, "buckets": [next(s for s in sizes if s >= span.num_patches) for span in self._spans]}
 
     def encode(self, which: int, times: int):
-        """Encodes the image of this place, from uint8 patches on the host to features on the device."""
+        """Encode an image by its index, from uint8 patches on the host to features on the device."""
         encoder, span = self._encoder, self._spans[which]
         rows = np.arange(1, span.length + 1)
         begin = time.perf_counter()
@@ -103,7 +103,7 @@ class Tower:
 
 
 def sample(features: np.ndarray) -> list[list[float]]:
-    """A few numbers of [tokens, hidden], to see that everyone has computed the same."""
+    """Return a few numbers of [tokens, hidden], to compare contenders."""
     return features[:: max(1, len(features) // 8), :8].tolist()
 
 

@@ -1,4 +1,4 @@
-"""The engine behind its event loop, as the server runs it: a stream of text, and images that come in meanwhile."""
+"""Contender omni-jax: AsyncEngine as the server runs it, with a stream of text during which images arrive."""
 
 import argparse
 import asyncio
@@ -18,19 +18,19 @@ from omni_jax.inputs import chat_prompt, media_parts, pack_part
 from omni_jax.requests import Request, SamplingParams
 
 PROMPT = 128  # tokens of the stream's prompt
-ANSWER = 16  # tokens asked for about each image
+ANSWER = 16  # output tokens for each image
 QUESTION = "What is in this image?"
 
 
 class Gaps:
-    """A benchmarks.worker.Contender. Settings are the engine's defaults, but for those given."""
+    """A benchmarks.worker.Contender: AsyncEngine."""
 
     def __init__(self, config: EngineConfig):
         self._loop = asyncio.Runner()
         self._engine = AsyncEngine(config)
         self._loop.run(self._engine.start())
         self._names = itertools.count()
-        # As many threads as the server has for media.
+        # As many threads as the server uses for media.
         self._threads = concurrent.futures.ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 2) // 2)))
 
     def describe(self):
@@ -43,31 +43,31 @@ class Gaps:
         }
 
     def open(self, files: list[str]):
-        """Reads the images (not decoded) that the other commands are about."""
+        """Read the images for the other commands, without decoding."""
         self._data = [Path(file).read_bytes() for file in files]
         return {}
 
     def alone(self, which: list[int]):
-        """Encodes these images one after another with nothing else to do. Seconds of each one's slices."""
+        """Encode images one after another on the idle engine. Returns the seconds of each one's slices."""
 
         async def run():
             found = []
             for image in which:
                 before = self._slices()
-                await self._ask(image)
+                await self._answer(image)
                 found.append(self._slices()[len(before) :])
             return found
 
         return {"slice_seconds": self._loop.run(run())}
 
     def stream(self, tokens: int, images: list[int], after: int):
-        """Streams an answer of at least `tokens`, until the images are answered too. With the token number `after`
-        come all of these images at once, each in a request of its own.
+        """Stream at least `tokens`, and until all images are answered. The images arrive at once at token number
+        `after`, each in its own request.
 
         Returns:
-            {"gaps": seconds between each token's arrival on the event loop and the next one's, "during": for each gap
-            whether images were in work, "step_seconds", "slice_seconds", "first_token_seconds": of each image's
-            request, its preparation included, "images_seconds": until the last of them was answered,
+            {"gaps": seconds from each token's arrival on the event loop to the next one's, "during": for each gap
+            whether images were in progress, "step_seconds", "slice_seconds", "first_token_seconds": of each image's
+            request, its preparation included, "images_seconds": until the last image was answered,
             "compiles_after_warmup"}
         """
         return self._loop.run(self._stream(tokens, images, after))
@@ -81,21 +81,21 @@ class Gaps:
     async def _stream(self, tokens: int, images: list[int], after: int):
         before, slices = self._engine.stats(), self._slices()
         arrived: list[float] = []
-        asked: list[asyncio.Task[tuple[float, float]]] = []
+        tasks: list[asyncio.Task[tuple[float, float]]] = []
         begin = 0.0
         request = self._request(self._prompt(), self._engine.info.max_model_len - PROMPT)
         async for delta in self._engine.submit(request):
             arrived += [time.perf_counter()] * len(delta.token_ids)
-            if len(arrived) >= after and not asked:
+            if len(arrived) >= after and not tasks:
                 begin = arrived[-1]
-                asked = [asyncio.create_task(self._ask(image)) for image in images]
-            if len(arrived) >= tokens and all(task.done() for task in asked):
+                tasks = [asyncio.create_task(self._answer(image)) for image in images]
+            if len(arrived) >= tokens and all(task.done() for task in tasks):
                 self._engine.abort(request.id)
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*tasks)
         end = max((last for _, last in answers), default=begin)
         if end > arrived[-1]:
-            late, most = end - arrived[-1], self._engine.info.max_model_len
-            raise RuntimeError(f"the stream reached its {most} tokens {late:.1f} s before the images were answered")
+            early, length = end - arrived[-1], self._engine.info.max_model_len
+            raise RuntimeError(f"the stream reached {length} tokens {early:.1f} s before the images were answered")
         stats = self._engine.stats()
         gaps = list(itertools.pairwise(arrived))
         return {
@@ -108,8 +108,8 @@ class Gaps:
             "compiles_after_warmup": stats.compiles_after_warmup,
         }
 
-    async def _ask(self, image: int) -> tuple[float, float]:
-        """When the answer's first token came, and its last."""
+    async def _answer(self, image: int) -> tuple[float, float]:
+        """Return the times of the answer's first and last token."""
         loop = asyncio.get_running_loop()
         request = await loop.run_in_executor(self._threads, self._prepare, self._data[image])
         times = [time.perf_counter() async for _ in self._engine.submit(request)]
@@ -135,7 +135,7 @@ class Gaps:
     def _slices(self) -> tuple[float, ...]:
         found = self._engine.stats().encoder_slice_seconds
         if len(found) == 1024:
-            raise RuntimeError("the engine keeps the seconds of 1,024 slices, and there have been more")
+            raise RuntimeError("the engine keeps the seconds of 1,024 slices, but there were more")
         return found
 
 

@@ -1,4 +1,4 @@
-"""transformers' Qwen2-VL with PyTorch: its image processors, and its vision tower with sdpa attention."""
+"""Contender transformers: the image processors of Qwen2-VL, and its vision tower with sdpa attention, in PyTorch."""
 
 import argparse
 import io
@@ -12,7 +12,7 @@ NAMES = {"pil": "transformers (PIL)", "torchvision": "transformers (torchvision)
 
 
 def preparer(directory: str, backend: str, threads: int) -> Preparer:
-    """Bytes to pixel_values as torch tensors: Pillow decodes, and the image processor resizes, normalises and cuts."""
+    """Return a preparer of pixel_values as torch tensors: Pillow decodes, the image processor does the rest."""
     import PIL
     import torch
     import transformers
@@ -36,12 +36,12 @@ def preparer(directory: str, backend: str, threads: int) -> Preparer:
     def pack(image):
         return processor(images=image, return_tensors="pt")
 
-    def look(found):
+    def summary(found):
         pixels = found["pixel_values"].reshape(len(found["pixel_values"]), len(std), -1)
         return found["image_grid_thw"][0].tolist(), float(((pixels * std + mean) * 255).mean())
 
     about = {"name": NAMES[backend], "version": f"{versions}, Pillow {PIL.__version__}"}
-    return Preparer(about, decode, pack, look, in_thread=lambda: torch.set_num_threads(1))
+    return Preparer(about, decode, pack, summary, in_thread=lambda: torch.set_num_threads(1))
 
 
 class Tower:
@@ -67,7 +67,7 @@ class Tower:
         return {"name": "transformers", "version": self._version}
 
     def open(self, files, grids):
-        """{"found": some features of each image}; files are uint8 patches, which are normalised here."""
+        """Load and normalise uint8 patches of each image. Returns {"found": some features of each}."""
         np, torch = self._np, self._torch
         from transformers import AutoConfig
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -88,7 +88,7 @@ class Tower:
         return {"found": found}
 
     def encode(self, which, times):
-        """Encodes the image of this place, from normalised patches to features."""
+        """Encode an image by its index, from normalised patches to features."""
         begin = time.perf_counter()
         for _ in range(times):
             self._features(self._images[which])
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="worker of benchmarks.vision")
     parser.add_argument("directory")
     parser.add_argument("--part", choices=("preprocess", "tower"), required=True)
-    parser.add_argument("--backend", choices=NAMES, help="of the image processor")
+    parser.add_argument("--backend", choices=NAMES, help="backend of the image processor")
     args = parser.parse_args()
     threads = os.cpu_count() or 1
     if args.part == "tower":

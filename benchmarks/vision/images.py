@@ -1,4 +1,4 @@
-"""Images to be prepared and encoded, made here from a seed: no photo lies in the repository."""
+"""Synthetic images and patches from a seed, so that the repository needs no photos."""
 
 import io
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-QUALITY = 90  # of the JPEG files
-PATCH_BYTES = (3, 1, 14, 14)  # of a still image's patch: channels, frames, rows, columns
+QUALITY = 90  # JPEG quality
+PATCH_SHAPE = (3, 1, 14, 14)  # a still image's patch: channels, frames, rows, columns
 
 
 def photo(width: int, height: int, seed: int) -> Image.Image:
-    """Blotches of all sizes from the whole image down to a pixel, with less contrast the smaller they are, as in a
-    photo: a JPEG file of it has some 2 bits a pixel, and no part is cheaper to decode than the rest."""
+    """Return an image of blotches of all sizes, with less contrast the smaller they are, as in a photo. As JPEG it has
+    about 2 bits a pixel, and all parts are equally expensive to decode."""
     draw = np.random.Generator(np.random.PCG64([seed, width, height]))
     total = np.zeros((height, width, 3), np.float32)
     size = 2
@@ -25,14 +25,14 @@ def photo(width: int, height: int, seed: int) -> Image.Image:
 
 
 def jpeg(width: int, height: int, seed: int) -> bytes:
-    """A photo as a file."""
+    """Return the bytes of a JPEG file."""
     file = io.BytesIO()
     photo(width, height, seed).save(file, "JPEG", quality=QUALITY)
     return file.getvalue()
 
 
 def write_jpegs(folder: Path, sizes: list[tuple[int, int]]) -> list[str]:
-    """One file for each (width, height), no two alike; their absolute paths."""
+    """Write a different JPEG file for each (width, height). Returns absolute paths."""
     paths = []
     for seed, (width, height) in enumerate(sizes):
         paths.append(str((folder / f"{seed}-{width}x{height}.jpg").resolve()))
@@ -41,10 +41,10 @@ def write_jpegs(folder: Path, sizes: list[tuple[int, int]]) -> list[str]:
 
 
 def write_patches(folder: Path, grids: list[tuple[int, int]]) -> list[str]:
-    """For each grid (rows, columns) of patches a .npy file of random ones; their absolute paths."""
+    """Write a .npy file of random patches for each grid (rows, columns). Returns absolute paths."""
     paths = []
     for seed, (rows, columns) in enumerate(grids):
         draw = np.random.Generator(np.random.PCG64([seed, rows, columns]))
         paths.append(str((folder / f"{seed}-{rows}x{columns}.npy").resolve()))
-        np.save(paths[-1], draw.integers(0, 256, (rows * columns, *PATCH_BYTES), np.uint8))
+        np.save(paths[-1], draw.integers(0, 256, (rows * columns, *PATCH_SHAPE), np.uint8))
     return paths

@@ -1,5 +1,5 @@
-"""The model of benchmarks.vision: Qwen2-VL at 2B's widths with two layers in the tower and two in the text model, and
-random weights.
+"""Model of benchmarks.vision: Qwen2-VL at 2B's widths with two layers in the vision tower and two in the text model,
+and random weights.
 """
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.models import byte_tokenizer, draw, linear, made, qwen2_weights
+from benchmarks.models import byte_tokenizer, draw, linear, qwen2_weights, written
 from checkpoints.demo_model import default_cache_dir
 
 NBYTES = 880_000_000
@@ -39,21 +39,21 @@ CHAT_TEMPLATE = (
 
 
 def locate(directory: Path | None = None) -> Path:
-    """The model's directory, made at the first call.
+    """Return the model's directory, which the first call writes.
 
     Args:
-        directory: another Hugging Face directory of a Qwen2-VL, to be used instead.
+        directory: Hugging Face directory of a Qwen2-VL that is used instead.
 
     Raises:
-        OSError: there is no room on the disk; the numbers are in the message.
+        OSError: the disk has too little space; the numbers are in the message.
     """
-    return directory or made(default_cache_dir() / "benchmarks" / "qwen2-vl-2b-widths-1", NBYTES, write)
+    return directory or written(default_cache_dir() / "benchmarks" / "qwen2-vl-2b-widths-1", NBYTES, write)
 
 
 def write(
     directory: Path, *, text: dict = TEXT, vision: dict = VISION, mrope_section: tuple[int, ...] = MROPE_SECTION
 ) -> None:
-    """Fills an existing folder with config.json in Qwen's own flat form, tokenizer, preprocessing and weights.
+    """Write config.json in Qwen's flat form, tokenizer, preprocessing settings and weights into an existing folder.
 
     Args:
         text, vision, mrope_section: sizes, by their names in config.json.
@@ -88,7 +88,7 @@ def write(
         "pad_token": "<|endoftext|>",
         "chat_template": CHAT_TEMPLATE,
     }
-    images = {  # as in Qwen2-VL's own, but for max_pixels: the engine's default, and transformers is to do the same
+    images = {  # as Qwen2-VL's, except max_pixels: the engine's default, so that transformers resizes alike
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2VLProcessor",
         "min_pixels": 56 * 56,
@@ -111,7 +111,7 @@ def write(
 
 
 def _tower(vision: dict) -> dict[str, np.ndarray]:
-    """float32; features have the size of the embeddings they stand among."""
+    """Return random float32 weights of the tower; features have the size of the embeddings."""
     width, out = vision["embed_dim"], vision["hidden_size"]
     ffn, merged = width * vision["mlp_ratio"], width * vision["spatial_merge_size"] ** 2
     patch = (vision["in_chans"], vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"])

@@ -1,6 +1,6 @@
-"""Preparing images for a vision tower, timed the same way for everyone.
+"""Times the preparation of images for a vision tower, in the same way for all contenders.
 
-Imports nothing of this project but worker.py: a contender may live in an environment that knows nothing of the rest.
+It imports nothing of this project, since a contender's environment may lack its dependencies.
 """
 
 import concurrent.futures
@@ -15,11 +15,11 @@ class Preparer:
     """A benchmarks.worker.Contender.
 
     Args:
-        about: what `describe` answers.
-        decode: a file's bytes -> a decoded image.
-        pack: a decoded image -> what the tower takes.
-        look: what the tower takes -> ((steps, rows, columns) of patches, mean pixel of 0 to 255), to see that
-            everyone has prepared the same.
+        about: result of `describe`.
+        decode: converts the bytes of a file to an image.
+        pack: converts an image to the tower's input.
+        summary: converts the tower's input to ((steps, rows, columns) of patches, mean pixel of 0 to 255), to compare
+            contenders.
         in_thread: called in each of several threads before its first image.
     """
 
@@ -28,22 +28,22 @@ class Preparer:
         about: dict[str, Any],
         decode: Callable[[bytes], Any],
         pack: Callable[[Any], Any],
-        look: Callable[[Any], tuple[list[int], float]],
+        summary: Callable[[Any], tuple[list[int], float]],
         in_thread: Callable[[], object] = lambda: None,
     ):
-        self._about, self._decode, self._pack, self._look, self._in_thread = about, decode, pack, look, in_thread
+        self._about, self._decode, self._pack, self._summary, self._in_thread = about, decode, pack, summary, in_thread
 
     def describe(self):
         return self._about
 
     def open(self, files: list[str]) -> dict[str, Any]:
-        """Reads the images that `prepare` is about. {"found": what `look` says of each}."""
+        """Read the images for `prepare`. Returns {"found": the summary of each}."""
         self._data = [Path(file).read_bytes() for file in files]
         self._images = [self._decode(data) for data in self._data]
-        return {"found": [self._look(self._pack(image)) for image in self._images]}
+        return {"found": [self._summary(self._pack(image)) for image in self._images]}
 
     def prepare(self, which: list[int], decoded: bool, threads: int) -> dict[str, float]:
-        """Prepares the images of these places, each by itself, from a file's bytes or from a decoded image."""
+        """Prepare images by their indices, one by one, from the bytes of files or from decoded images."""
         if decoded:
             sources, work = self._images, self._pack
         else:

@@ -1,4 +1,4 @@
-"""What benchmarks.vision measured, as text, with each target reached or not."""
+"""Results of benchmarks.vision in Markdown, with the verdict on each target."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from benchmarks.report import ENGINE, machine_line
 from benchmarks.rounds import Series, faster, percentile, speedup
 
-TARGETS = {"preprocess": 0.9, "tower": 1.0}  # times the speed of the fastest other contender
+TARGETS = {"preprocess": 0.9, "tower": 1.0}  # minimum speed over that of the fastest other contender
 NOTES = {
-    "preprocess": "omni-jax's patches stay uint8: the tower rescales and normalises them on the device. That is not in "
-    "this table; in transformers' figures it is.",
+    "preprocess": "omni-jax's patches stay uint8: the tower rescales and normalises them on the device. transformers' "
+    "figures include both, omni-jax's do not.",
     "tower": "omni-jax starts from uint8 patches, transformers from normalised ones.",
 }
 TITLES = {"preprocess": "Preprocessing", "tower": "Vision tower", "gaps": "Gaps between tokens"}
 
 
 def markdown(document: dict) -> str:
-    """The machine, and a table for each part."""
+    """Return the machine, and a table for each part."""
     lines = [machine_line(document["machine"])]
     for part, found in document["parts"].items():
         lines += ["", f"### {TITLES[part]}", ""]
@@ -26,28 +26,28 @@ def markdown(document: dict) -> str:
         lines += ["", NOTES[part]] if part in NOTES else []
         lines += ["", *(_gaps(found) if part == "gaps" else _speeds(found))]
         verdict = [_verdict(target, reached) for target, reached in verdicts({"parts": {part: found}})]
-        lines += ["", *(verdict or ["There is nothing to compare with."])]
+        lines += ["", *(verdict or ["No other contender to compare with."])]
     return "\n".join(lines) + "\n"
 
 
 def verdicts(document: dict) -> list[tuple[str, bool]]:
-    """(target, whether it was reached) of everything that has one. A part has to reach its own in every row."""
+    """Return (target, whether it was reached) for each target. A part must reach its target in every row."""
     found = []
     for part, measured in document["parts"].items():
         if part == "gaps":
-            most, allowed = max(measured["images"]["gaps"]), measured["allowed"]
-            found.append((f"largest gap {_ms(most)}, at most {_ms(allowed)} allowed", most <= allowed))
+            largest, allowed = max(measured["images"]["gaps"]), measured["allowed"]
+            found.append((f"largest gap at most {_ms(allowed)}: {_ms(largest)}", largest <= allowed))
             continue
         ratios = {row["title"]: ratio for row in measured["rows"] if (ratio := _ratio(row)) is not None}
         if ratios:
             missed = [f"{ratio:.2f} at {title}" for title, ratio in ratios.items() if ratio < TARGETS[part]]
-            asked = f"{TITLES[part].lower()}, {TARGETS[part]} times the fastest other asked for"
-            found.append((f"{asked}, {' and '.join(missed) or f'{min(ratios.values()):.2f} or more'}", not missed))
+            target = f"{TITLES[part].lower()} at least {TARGETS[part]} times the fastest other"
+            found.append((f"{target}: {' and '.join(missed) or f'{min(ratios.values()):.2f} or more'}", not missed))
     return found
 
 
 def line(row: dict) -> str:
-    """A row in one line, for progress."""
+    """Return a row in one line, for progress."""
     series = _series(row)
     speeds = ", ".join(f"{name} {one.per_second:.3g}" for name, one in series.items())
     ratio = _ratio(row)
@@ -55,9 +55,9 @@ def line(row: dict) -> str:
 
 
 def gaps_line(part: dict) -> str:
-    """The part in one line, for progress."""
+    """Return the part in one line, for progress."""
     plain, beside = (max(part[name]["gaps"]) for name in ("plain", "images"))
-    return f"largest gap {_ms(plain)}, beside images {_ms(beside)}; {_ms(part['allowed'])} allowed"
+    return f"largest gap {_ms(plain)}, with images {_ms(beside)}; {_ms(part['allowed'])} allowed"
 
 
 def _speeds(part: dict) -> list[str]:
@@ -72,8 +72,8 @@ def _speeds(part: dict) -> list[str]:
     peaks = [max(row["peak_mib"][name] for row in part["rows"]) for name in names]
     lines.append(_cells(["most memory, MiB", *peaks, *("" for _ in others)]))
     notes = [
-        f"Features differ from those of {name} by at most {most:.1e}."
-        for name, most in part.get("differences", {}).items()
+        f"Features differ from those of {name} by at most {largest:.1e}."
+        for name, largest in part.get("differences", {}).items()
     ]
     busiest = max(other for row in part["rows"] for s in row["series"] for other in s["others"])
     if busiest > 0.1:
@@ -87,10 +87,10 @@ def _gaps(part: dict) -> list[str]:
     count = len(beside["first_token_seconds"])
     rows = {
         "plain": plain["gaps"],
-        f"{count} images among them": beside["gaps"],
-        "of these, while images were in work": during,
+        f"with {count} images": beside["gaps"],
+        "of these, while images were in progress": during,
     }
-    lines = [_cells(["a stream's gaps, ms", "number", "p50", "p95", "p99", "max"]), "|---" * 6 + "|"]
+    lines = [_cells(["gaps of the stream, ms", "number", "p50", "p95", "p99", "max"]), "|---" * 6 + "|"]
     for name, gaps in rows.items():
         at = [percentile(gaps, share) for share in (0.5, 0.95, 0.99, 1.0)] if gaps else []
         lines.append(_cells([name, len(gaps), *(f"{1e3 * gap:.1f}" for gap in at)]))
@@ -100,10 +100,10 @@ def _gaps(part: dict) -> list[str]:
     lines += [
         "",
         f"- A plain step takes {_ms(part['step_seconds'])} (median).",
-        f"- The longest slice of the tower takes {_ms(part['slice_seconds'])} when an image of {width} x {height} "
-        f"is alone (median of {len(alone)} images). Beside the stream it took {_ms(max(beside['slice_seconds']))} "
-        f"with the steps it waited for, which would allow {_ms(part['allowed_beside'])}.",
-        f"- First tokens about the images came {min(firsts):.1f} to {max(firsts):.1f} s after they were sent "
+        f"- The longest slice of the tower takes {_ms(part['slice_seconds'])} for an image of {width} x {height} on "
+        f"the idle engine (median of {len(alone)} images). During the stream, waiting for steps included, it took "
+        f"{_ms(max(beside['slice_seconds']))}, which would allow {_ms(part['allowed_beside'])}.",
+        f"- First tokens of the image requests came after {min(firsts):.1f} to {max(firsts):.1f} s "
         f"(median {statistics.median(firsts):.1f} s), the last of their answers ended after "
         f"{beside['images_seconds']:.1f} s.",
         f"- {beside['compiles_after_warmup']} compilations after warm-up.",
@@ -117,7 +117,7 @@ def _series(row: dict) -> dict[str, Series]:
 
 
 def _ratio(row: dict) -> float | None:
-    """Times the speed of the fastest other contender; None where there is no other."""
+    """Return the speed over that of the fastest other contender; None without another."""
     series = _series(row)
     others = [one for name, one in series.items() if name != ENGINE]
     return speedup(series[ENGINE], faster(others)) if others else None

@@ -1,4 +1,4 @@
-"""Keeps the rows of a sequence's pages that matter most, moved together into fewer pages."""
+"""KV compaction: keep the most important rows of a sequence's pages, in fewer pages."""
 
 from kernels_pallas.kv_compaction.api import compact
 

@@ -1,4 +1,4 @@
-"""KV compaction in a few plain lines, in float32: what every other implementation is held against. It sorts, twice."""
+"""The reference of KV compaction: short, in float32, with sorting. Tests compare other implementations with it."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def _layer(key_pages, value_pages, source, rows, keep, target, sinks, window):
         keys = key_pages.astype(jnp.float32)
     norm = jnp.linalg.norm(keys[source], axis=-1).swapaxes(0, 1).reshape(kv_heads, slots)
 
-    # Classes before norms: what must stay, numbers, what is not a number, what is no row.
+    # Sorted by kind, then by norm. Kinds: 0 protected, 1 finite norm, 2 NaN, 3 not a row of the sequence.
     protected = (slot < sinks) | (slot >= rows - window)
     kind = jnp.where(slot >= rows, 3, jnp.where(protected, 0, jnp.where(jnp.isnan(norm), 2, 1)))
     norm = jnp.where(kind == 1, norm, 0.0)

@@ -1,7 +1,7 @@
-"""KV compaction in XLA operations: the implementation for CPUs, and the one that runs anywhere.
+"""KV compaction in XLA operations, for any platform.
 
-Nothing is sorted: which rows to keep comes from a search for the threshold of the norm, bit by bit, and where each goes
-from a running count. Only rows of the sequence are read, and only those kept are moved.
+It does not sort: a bitwise search finds the threshold of the norm, and a running count gives the new place of each kept
+row. Only rows of the sequence are read, and only kept rows are moved.
 """
 
 import functools
@@ -16,20 +16,20 @@ NO_ROW = 2**31 - 1  # the rank of a slot that holds no row
 
 
 def compact(key_pages, value_pages, source, rows, keep, target, *, sinks, window):
-    """See `api.compact`. All layers choose in one go: what is compiled for that is the same for one and for many."""
+    """See `api.compact`. The rows of all layers are selected in one batch, so the program does not grow with layers."""
     layers, (_, kv_heads, page_size, _) = len(key_pages), key_pages[0].shape
     slots = source.shape[0] * page_size
     slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
     squares = jnp.stack([_squares(pages, source) for pages in key_pages])
     squares = squares.swapaxes(1, 2).reshape(layers * kv_heads, slots)
 
-    # Floats that are not negative are in the order of their bits, NaN last.
+    # The bits of non-negative floats sort like the floats, NaN last.
     bits = lax.bitcast_convert_type(squares, jnp.int32) & NO_ROW
     rank = jnp.minimum(bits, NO_ROW - 2) + 1
     rank = jnp.where((slot < sinks) | (slot >= rows - window), 0, rank)
     kept = _smallest(jnp.where(slot < rows, rank, NO_ROW), keep)
 
-    # chosen: the slot whose row comes to each place. row: where it lies, counted through pages, heads and slots.
+    # chosen: the source slot for each place. row: its index in the pages flattened to rows.
     place = jnp.where(kept, _running_count(kept) - 1, slots)
     chooser = jnp.arange(layers * kv_heads, dtype=jnp.int32)[:, None]
     chosen = jnp.zeros_like(place).at[chooser, place].set(slot, mode="drop")
@@ -38,7 +38,7 @@ def compact(key_pages, value_pages, source, rows, keep, target, *, sinks, window
     row = (source[chosen // page_size] * kv_heads + head) * page_size + chosen % page_size
     row = row.reshape(layers, -1)
 
-    def move(layer, pages):  # by flat rows and flat pages: compiled in half the time
+    def move(layer, pages):  # indexing flat rows and flat pages halves the compile time
         moved = pages.reshape(-1, *pages.shape[3:]).at[row[layer]].get(mode="promise_in_bounds")
         flat = pages.reshape(pages.shape[0], -1)
         flat = flat.at[target].set(moved.reshape(-1, flat.shape[1]), mode="promise_in_bounds")
@@ -65,10 +65,9 @@ def _squares(pages, source):
 
 
 def _smallest(rank, keep):
-    """Whether each of `rank` [rows, n], int32 of 0 and more, is of its row's `keep` smallest; of equal ones the first
-    are."""
+    """Mark the `keep` smallest entries in each row of `rank` [rows, n], non-negative int32; the first ones if equal."""
 
-    def bit(i, threshold):  # the largest with fewer than `keep` below it: the keep-th smallest
+    def bit(i, threshold):  # finds the largest threshold with fewer than `keep` below it: the keep-th smallest
         higher = threshold + (1 << (30 - i))
         return jnp.where(_count(rank < higher) < keep, higher, threshold)
 

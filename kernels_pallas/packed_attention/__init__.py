@@ -1,5 +1,4 @@
-"""Attention within segments packed one after another, in both directions: images in a vision tower, and windows in
-them."""
+"""Bidirectional attention within packed segments: images of a vision tower, or windows of images."""
 
 from kernels_pallas.packed_attention.api import packed_attention
 

@@ -1,11 +1,11 @@
-"""Packed attention in XLA operations: the implementation for CPUs, and the one that runs anywhere.
+"""Packed attention in XLA operations, for any platform.
 
-- Segments of any length: tiles of queries loop over tiles of keys with online softmax, from the first slot that a query
-  of the tile sees to the last. Tiles of other images are never read.
-- Many short segments (`longest`): a loop over groups of segments, each cut out at its start and padded to the longest.
+- Segments of any length: each tile of queries loops over tiles of keys with online softmax, from the first to the last
+  slot that its queries attend to. Tiles of other images are not read.
+- Many short segments (`longest`): a loop over groups of segments, each sliced at its start and padded to `longest`.
 
-All loops have trip counts that depend on the data: padding behind the last segment costs nothing. What they write is
-float32, for XLA for CPU would convert a whole bfloat16 array, and back, around each write into it.
+The loops' trip counts depend on the data, so padding after the last segment costs nothing. Loops write float32, because
+XLA for CPU converts a whole bfloat16 array to float32 and back around each update.
 """
 
 import functools
@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Measured with 16 heads of 80 in float32 on two cores without AVX-512: XLA's product for CPU spreads [512, 80] x [80,
-# 256] over the cores and leaves smaller ones on one. A few heads at a time keep the scores in the cache.
+# Measured with 16 heads of 80 in float32 on two cores without AVX-512: XLA for CPU computes a product of [512, 80] x
+# [80, 256] on all cores, smaller ones on one. With a few heads at a time, the scores stay in the CPU's cache.
 QUERY_TILE = 512
 KEY_TILE = 256
 HEADS = 4
-SEGMENTS = 8  # short segments a trip
-MASKED = -1e30  # finite, so that a row with nothing visible yet gives exp(0) of garbage and not NaN
+SEGMENTS = 8  # short segments per loop trip
+MASKED = -1e30  # finite: a row without visible keys so far gives exp(0) and not NaN
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "longest"))  # traced once for all layers of a tower
@@ -28,7 +28,7 @@ def attention(query, key, value, first, last, *, scale, longest):
     """See `api.packed_attention`."""
     live = first < last
     scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
-    # Keys of padding are masked in the scores; its values meet weights of zero, and 0 * NaN would reach the sum.
+    # Masked scores exclude the keys of padding. Its values are multiplied by 0, and 0 * NaN would be NaN.
     value = jnp.where(live[:, None, None], value, 0)
     if longest is None:
         out = _long(scaled, key, value, first, last, live)
@@ -38,7 +38,7 @@ def attention(query, key, value, first, last, *, scale, longest):
 
 
 def _long(query, key, value, first, last, live):
-    """Tiles of queries over tiles of keys. Results of padding mean nothing."""
+    """Tiles of queries over tiles of keys. Results of padding are undefined."""
     n, heads, head_dim = query.shape
     query_tile, key_tile = min(QUERY_TILE, n), min(KEY_TILE, n)
     query_tiles = -(-n // query_tile)
@@ -68,7 +68,7 @@ def _long(query, key, value, first, last, live):
             scores = jnp.einsum("hqd,hkd->hqk", some_queries, some_keys, preferred_element_type=jnp.float32)
             scores = jnp.where(visible[None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(axis=-1))
-            # The barrier: XLA would compute the exponentials twice, once for each of their users.
+            # The barrier keeps XLA from computing the exponentials twice, once per use.
             weights = lax.optimization_barrier(jnp.exp(scores - new_top[..., None]))
             shrink = jnp.exp(top - new_top)
             part = jnp.einsum(
@@ -88,13 +88,13 @@ def _long(query, key, value, first, last, live):
 
 
 def _short(query, key, value, first, last, live, longest):
-    """Groups of whole segments of at most `longest` slots. Results of padding mean nothing."""
+    """Groups of whole segments of at most `longest` slots. Results of padding are undefined."""
     n, heads = query.shape[:2]
     longest = min(longest, n)
     slot = jnp.arange(n, dtype=jnp.int32)
     opens = live & (slot == first)
     used = opens.sum(dtype=jnp.int32)
-    # Starts in ascending order; behind them n, where the padded arrays have room for a segment that does not exist.
+    # Starts in ascending order, then n for segments that do not exist; the padded arrays have room for one there.
     start = jnp.pad(jnp.sort(jnp.where(opens, slot, n)), (0, -n % SEGMENTS), constant_values=n)
     length = jnp.where(start < n, last[jnp.minimum(start, n - 1)] - start, 0)
     queries, keys, values = (_by_heads(x, n + longest, heads) for x in (query, key, value))
@@ -113,7 +113,7 @@ def _short(query, key, value, first, last, live, longest):
             "shqk,shkd->shqd", weights.astype(query.dtype), some_values, preferred_element_type=jnp.float32
         )
         done = total / weights.sum(axis=-1, keepdims=True)
-        # A short segment writes past its end; the next one, written after it, puts that right.
+        # A segment shorter than `longest` also writes the slots after it; the next segment overwrites them.
         for s in range(SEGMENTS):
             out = lax.dynamic_update_slice(out, done[s][None], (0, 0, starts[s], 0))
         return out
@@ -130,5 +130,5 @@ def _by_heads(x, slots, together):
 
 
 def _slots(x, group, start, size):
-    """`size` slots of one group of heads: [together, size, head_dim]."""
+    """Slice `size` slots of one group of heads: [together, size, head_dim]."""
     return lax.dynamic_slice(x, (group, 0, start, 0), (1, x.shape[1], size, x.shape[3]))[0]

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, for rows that read whole prompts, chunks of them, or one token each."""
+"""Attention over a paged KV cache, for batches of prompts, chunks of prompts and single tokens."""
 
 from kernels_pallas.paged_attention.api import PagedBatch, PagedKernels, paged_attention, write_kv
 from kernels_pallas.paged_attention.pages import Pages, QuantPages, storage_dtype, write_pages

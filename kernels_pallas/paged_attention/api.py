@@ -1,8 +1,8 @@
-"""Paged attention: what it computes, and which implementation computes it.
+"""The API of paged attention, and its implementations by name.
 
-A page holds `page_size` consecutive tokens of one sequence, for all KV heads: `[kv_heads, page_size, head_dim]` lies
-in one piece. The pages of a sequence may stand anywhere in the pool; a row of the block table lists them in order.
-Queries of all rows lie one after another in one flat array, so that a step may mix whole prompts, chunks and single
+A page holds `page_size` consecutive tokens of one sequence for all KV heads: `[kv_heads, page_size, head_dim]`,
+contiguous in memory. The pages of a sequence may be anywhere in the pool; a row of the block table lists them in order.
+The queries of all rows are concatenated in one flat array, so that a step can mix whole prompts, chunks and single
 tokens.
 """
 
@@ -22,17 +22,17 @@ WRITE_IMPLEMENTATIONS = ("triton", "xla")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedBatch:
-    """Where the queries of a step stand, and where their keys lie.
+    """The places of a step's queries and keys.
 
-    Row r has `query_start[r+1] - query_start[r]` queries: the last ones of its first `kv_len[r]` tokens. Keys and
-    values of those queries are in the pages already.
+    Row r has `query_start[r+1] - query_start[r]` queries: the last ones of its first `kv_len[r]` tokens. The keys and
+    values of those queries are already in the pages.
 
     Attributes:
         query_start: first query of each row in the flat array; the last entry is the number of real queries. Rows
             without queries (padding) repeat the entry.
-        kv_len: tokens of the row in the pages, those of this step included; at least 1, for padding rows too.
-        block_tables: pages of each row, in order; entries past the end may be anything in range.
-        decode: static; says that row r has exactly one query, number r (padding rows included).
+        kv_len: number of the row's tokens in the pages, including those of this step; at least 1, also in padding rows.
+        block_tables: pages of each row, in order; entries past the end may be any valid page.
+        decode: static; every row r has exactly one query, at index r, including padding rows.
     """
 
     query_start: Int[Array, "rows_plus_1"]
@@ -43,12 +43,12 @@ class PagedBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedKernels:
-    """Which implementation computes what, by name. A named one never falls back.
+    """The names of the implementations to use. None of them falls back to another.
 
     Attributes:
-        decode: attention of batches with one query a row.
+        decode: attention of batches with one query per row.
         mixed: attention of all other batches.
-        write: of new keys and values into their pages.
+        write: writing of new keys and values into their pages.
     """
 
     decode: str = "xla"
@@ -66,29 +66,29 @@ def paged_attention(
     window: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Causal attention of each query over its row's tokens up to and including its own.
+    """Compute causal attention of each query over its row's tokens up to and including its own.
 
-    Slots that no token was written to may hold anything, NaN included (in the scales of quantised pages too); they
-    never reach the result. Results of padding queries are finite and mean nothing.
+    Unwritten slots may hold anything, NaN included (also in the scales of quantised pages); they do not affect results.
+    Results of padding queries are finite and undefined.
 
-    Everything is read from the pages. With quantised pages a chunk therefore attends to its own keys and values as they
-    are after quantisation, like every later reader of them: a prompt computed at once, in chunks or behind a prefix
-    from the cache reads the same numbers.
+    All keys and values are read from the pages. With quantised pages, a chunk therefore attends to its own keys and
+    values after quantisation, as later queries do: a prompt computed at once, in chunks or after a cached prefix reads
+    the same values.
 
     Args:
         query: flat queries; `heads` is a multiple of `kv_heads` (grouped-query attention).
         key_pages: keys in the dtype of `query`, or bfloat16 bit-cast to uint16 (`storage_dtype`), or quantised.
         value_pages: values, likewise.
-        batch: rows, lengths and tables.
-        scale: multiplies the scores, usually head_dim ** -0.5.
-        window: a query at position p sees the keys p - window + 1 to p only (Hugging Face's `sliding_window`); None
-            lets it see all.
+        batch: rows, lengths and block tables.
+        scale: factor on the scores, usually head_dim ** -0.5.
+        window: a query at position p attends to the keys p - window + 1 to p (Hugging Face's `sliding_window`).
+            Default: all keys up to p.
         implementation: `xla`, `reference`, `triton` (NVIDIA GPUs, A100 and newer) or `mosaic` (Hopper, decode batches
-            only); a named one never falls back. None is `xla`.
+            only). Default: `xla`.
 
     Raises:
-        ValueError: shapes do not fit each other, keys are quantised and values not, the window is empty, there is no
-            such implementation, or it does not support these shapes.
+        ValueError: shapes do not match, only keys or only values are quantised, the window is empty, there is no such
+            implementation, or it does not support these shapes.
     """
     tokens, heads, head_dim = query.shape
     if key_pages.shape != value_pages.shape or key_pages.shape[3] != head_dim or heads % key_pages.shape[1]:
@@ -98,18 +98,19 @@ def paged_attention(
             f"got {key_pages.shape} and {value_pages.shape}"
         )
     if isinstance(key_pages, QuantPages) != isinstance(value_pages, QuantPages):
-        raise ValueError("paged_attention: quantise key pages and value pages, or neither")
+        raise ValueError("paged_attention: key pages and value pages must both be quantised, or neither")
     for pages in (key_pages, value_pages):
         if isinstance(pages, QuantPages) and pages.scales.shape != pages.shape[:3]:
             raise ValueError(
-                f"paged_attention: scales {pages.scales.shape} do not fit pages {pages.shape}, {pages.shape[:3]} do"
+                f"paged_attention: scales of pages {pages.shape} must be {pages.shape[:3]}, got {pages.scales.shape}"
             )
     if batch.decode and batch.kv_len.shape[0] != tokens:
         raise ValueError(
-            f"paged_attention: a decode batch of {batch.kv_len.shape[0]} rows has {tokens} queries, not one a row"
+            f"paged_attention: a decode batch needs one query per row, got {batch.kv_len.shape[0]} rows and {tokens} "
+            "queries"
         )
     if window is not None and window < 1:
-        raise ValueError(f"paged_attention: a window of {window} tokens sees nothing, it must be at least 1 or None")
+        raise ValueError(f"paged_attention: window must be at least 1 or None, got {window}")
     attention = _attention(implementation or "xla", decode=batch.decode)
     return attention(query, key_pages, value_pages, batch, scale=scale, window=window)
 
@@ -124,23 +125,23 @@ def write_kv(
     *,
     implementation: str | None = None,
 ) -> tuple[Pages, Pages]:
-    """Writes keys and values of new tokens, quantised if the pages are. In place, when the caller donates the pages.
+    """Write keys and values of new tokens into the pages, quantised if the pages are; in place if they are donated.
 
     Args:
-        key_pages: where the keys go.
-        value_pages: where the values go.
-        key: a row a token.
-        value: likewise.
-        page: of each token; 0 for padding, whose rows may overwrite each other in any order. No slot of another page
-            may be named twice.
-        offset: of each token within its page.
-        implementation: `xla` (None too) or `triton` (one launch for both); a named one never falls back.
+        key_pages: pages of keys.
+        value_pages: pages of values.
+        key: keys, one row per token.
+        value: values, likewise.
+        page: each token's page; 0 for padding, whose rows may overwrite each other in any order. Slots of other pages
+            must not occur twice.
+        offset: each token's offset in its page.
+        implementation: `xla` or `triton` (one launch for both). Default: `xla`.
 
     Returns:
-        key pages and value pages.
+        Key pages and value pages.
 
     Raises:
-        ValueError: no such implementation, or it does not support these shapes.
+        ValueError: there is no such implementation, or it does not support these shapes.
     """
     match implementation or "xla":
         case "xla":
@@ -150,12 +151,14 @@ def write_kv(
 
             return triton_write.write_kv(key_pages, value_pages, key, value, page, offset)
         case other:
-            raise ValueError(f"write_kv: no implementation {other!r}, there are {list(WRITE_IMPLEMENTATIONS)}")
+            raise ValueError(f"write_kv: no implementation {other!r}; available: {list(WRITE_IMPLEMENTATIONS)}")
 
 
 def _attention(implementation: str, *, decode: bool) -> Callable:
-    """The function of that name. Pallas is imported by who asks for it: it costs half a second, and is not needed on a
-    CPU."""
+    """The attention function of an implementation.
+
+    Pallas is imported only if it is needed: the import takes half a second, and CPUs do not use it.
+    """
     match implementation:
         case "xla":
             return xla.attention
@@ -173,4 +176,4 @@ def _attention(implementation: str, *, decode: bool) -> Callable:
             from kernels_pallas.paged_attention import mosaic
 
             return mosaic.attention
-    raise ValueError(f"paged_attention: no implementation {implementation!r}, there are {list(IMPLEMENTATIONS)}")
+    raise ValueError(f"paged_attention: no implementation {implementation!r}; available: {list(IMPLEMENTATIONS)}")

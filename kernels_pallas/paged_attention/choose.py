@@ -1,4 +1,4 @@
-"""Which implementation computes what, for a model on a device."""
+"""The choice of paged-attention implementations for a model on a device."""
 
 import dataclasses
 import math
@@ -24,31 +24,34 @@ def choose(
     kv_heads: int,
     dtype: Any,
     kv_cache_dtype: str = "auto",
-    asked: str = "auto",
+    backend: str = "auto",
 ) -> tuple[PagedKernels, tuple[str, ...]]:
-    """The kernels, and why whatever is not the best for the device is not.
+    """Choose the kernels.
 
-    "auto" is XLA on a CPU, Triton on NVIDIA GPUs of compute capability 8.0 and above, and XLA elsewhere. Mosaic is only
-    taken by its name, until a device has measured it; it then computes decode batches, and Triton the rest.
+    "auto" is Triton on NVIDIA GPUs of compute capability 8.0 and above, otherwise XLA. "mosaic" uses Mosaic for decode
+    batches and Triton for the rest; "auto" does not choose it until it is measured on a device.
 
     Args:
         platform: `device.platform`: "cpu", "gpu".
-        device_kind: `device.device_kind`, such as "NVIDIA H100 80GB HBM3".
-        compute_capability: `device.compute_capability`, such as "9.0"; None where a device has none.
-        head_dim: of keys and values.
-        page_size: tokens a page.
-        heads: of queries.
-        kv_heads: of keys and values.
-        dtype: of queries, and of the pages unless they are quantised.
+        device_kind: `device.device_kind`, for example "NVIDIA H100 80GB HBM3".
+        compute_capability: `device.compute_capability`, for example "9.0"; None if the device has none.
+        head_dim: head size of keys and values.
+        page_size: tokens per page.
+        heads: number of query heads.
+        kv_heads: number of KV heads.
+        dtype: dtype of queries, and of pages unless they are quantised.
         kv_cache_dtype: "auto" or "int8".
-        asked: one of BACKENDS. What is asked for by name never falls back as a whole.
+        backend: one of BACKENDS. One other than "auto" never falls back to another as a whole.
+
+    Returns:
+        The kernels, and the reasons for each fallback.
 
     Raises:
-        ValueError: no such backend, or the one that is asked for computes neither this model nor on this device.
+        ValueError: there is no such backend, or the named one does not support this model or device.
     """
-    if asked not in BACKENDS:
-        raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {asked!r}")
-    if asked == "xla" or (asked == "auto" and platform == "cpu"):
+    if backend not in BACKENDS:
+        raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "xla" or (backend == "auto" and platform == "cpu"):
         return PagedKernels(), ()
     device = (platform, device_kind, compute_capability)
     shape = (1, kv_heads, page_size, head_dim)
@@ -57,39 +60,39 @@ def choose(
         scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32)
         pages = QuantPages(values=jax.ShapeDtypeStruct(shape, jnp.int8), scales=scales)
     model = (jax.ShapeDtypeStruct((1, heads, head_dim), jnp.dtype(dtype)), pages, pages)
-    obstacle = _obstacle("mosaic" if asked == "mosaic" else "triton", device, model)
-    if obstacle is None and asked == "mosaic":
+    obstacle = _obstacle("mosaic" if backend == "mosaic" else "triton", device, model)
+    if obstacle is None and backend == "mosaic":
         rest = _obstacle("triton", device, model)
         if rest is None:
             return PagedKernels(decode="mosaic", mixed="triton", write="triton"), ()
         return PagedKernels(decode="mosaic"), (f"mixed batches and writes use XLA: {rest}",)
     if obstacle is None:
         return PagedKernels(decode="triton", mixed="triton", write="triton"), ()
-    if asked == "auto":
+    if backend == "auto":
         return PagedKernels(), (f"attention uses XLA: {obstacle}",)
-    raise ValueError(f"attention backend {asked!r} cannot be used: {obstacle}; use auto or xla")
+    raise ValueError(f"attention backend {backend!r} cannot be used: {obstacle}; use auto or xla")
 
 
-def addressable(kernels: PagedKernels, num_pages: int, page: tuple[int, int, int], *, quantised: bool) -> int:
-    """So many of `num_pages` that the kernels can tell places in an array of them.
+def addressable_pages(kernels: PagedKernels, num_pages: int, page: tuple[int, int, int], *, quantised: bool) -> int:
+    """The largest page count, at most `num_pages`, that the kernels can address.
 
     Args:
-        kernels: what was chosen.
-        num_pages: wanted.
-        page: [kv_heads, page_size, head_dim] of a device.
-        quantised: numbers are int8.
+        kernels: the chosen kernels.
+        num_pages: the desired number of pages.
+        page: [kv_heads, page_size, head_dim] on one device.
+        quantised: pages are int8.
     """
-    most = 2**31 // math.prod(page)
-    # Pallas reckons in signed 32-bit numbers up to 4 GiB of an array, and beyond that in 64-bit ones. That is right for
-    # numbers of two bytes and more.
-    if quantised and "triton" in dataclasses.astuple(kernels) and most < num_pages <= 2 * most:
-        return most
+    limit = 2**31 // math.prod(page)
+    # Pallas computes offsets in signed 32-bit integers for arrays of up to 4 GiB, in 64-bit ones for larger arrays. An
+    # int8 array between 2 and 4 GiB has more elements than 32 bits address.
+    if quantised and "triton" in dataclasses.astuple(kernels) and limit < num_pages <= 2 * limit:
+        return limit
     return num_pages
 
 
 def _obstacle(name: str, device: tuple[str, str, str | None], model: tuple[Any, Any, Any]) -> str | None:
-    """Why an implementation does not compute this model (queries, keys, values) on this device, None if it does."""
-    # Here, because Pallas takes its time to import, and a CPU has no use for it.
+    """The reason why an implementation does not support a model (queries, keys, values) or device; None if it does."""
+    # Imported here, because importing Pallas is slow and CPUs do not need it.
     if name == "triton":
         from kernels_pallas.paged_attention.triton_common import unsupported
 
@@ -97,19 +100,19 @@ def _obstacle(name: str, device: tuple[str, str, str | None], model: tuple[Any, 
     else:
         from kernels_pallas.paged_attention.mosaic import unsupported
 
-        # Not above: the kernel is of Hopper's instructions, which Blackwell does not have.
+        # Not above: the kernel uses Hopper's instructions, which Blackwell does not have.
         needed, fits = "9.0 (H100, H200)", lambda version: version[0] == 9
     platform, device_kind, compute_capability = device
     version = _version(compute_capability) if platform != "cpu" else None
     if version is None or not fits(version):
         return (
             f"{name} needs an NVIDIA GPU of compute capability {needed}, the device is {device_kind!r} ({platform}) "
-            f"of {compute_capability or 'none'}"
+            f"of compute capability {compute_capability or 'none'}"
         )
     return unsupported(*model)
 
 
 def _version(compute_capability: str | None) -> tuple[int, int] | None:
-    """(8, 0) of "8.0"; None of anything else, such as AMD's "gfx942"."""
+    """Parse "8.0" as (8, 0); None for anything else, for example AMD's "gfx942"."""
     major, _, minor = (compute_capability or "").partition(".")
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None

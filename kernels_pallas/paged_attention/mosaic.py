@@ -1,16 +1,16 @@
-"""Paged attention of one query a row, for NVIDIA GPUs of the Hopper generation (Pallas, Mosaic GPU: TMA and wgmma).
+"""Paged attention for decode batches on NVIDIA Hopper GPUs (Pallas, Mosaic GPU: TMA and wgmma).
 
-A program of 128 threads computes one KV head of one row, or one split of it. Pages come from the pool into shared
-memory by TMA, `num_stages` tiles in flight. A wgmma has 64 rows at least, and a group has 16 queries at most: so the
-products are taken the other way round. Tokens are the rows of the scores, [tile, group], and numbers of the head those
-of the result, [head_dim, group]; the group is the narrow side, which wgmma has from 8 on.
+A program of 128 threads computes one KV head of one row, or one split of it. TMA copies pages from the pool to shared
+memory, with `num_stages` tiles in flight. A wgmma has at least 64 rows, but a group has at most 16 queries, so the
+products are transposed: scores are [tile, group] and the result is [head_dim, group]. The group is wgmma's narrow side,
+which may be as small as 8.
 
-Weights go to the second product through shared memory, as its right operand has to. (As a left operand in registers,
-ptxas before 13.3 is known to miscompile them: triton-lang/triton#9433.)
+Weights are passed to the second product through shared memory, because they are its right operand. (As left operand in
+registers, ptxas before 13.3 may miscompile them: triton-lang/triton#9433.)
 
-Reading is what takes the time, and few rows of long contexts would leave most of the GPU idle: so `splits` programs
-share a row. Each row divides its own tokens, so that the work is even whatever the longest context may be. Partial
-results are float32, weighted by their log-sum-exp and merged in XLA.
+Decoding is bound by memory reads, and few rows with long contexts would leave most of the GPU idle, so `splits`
+programs share a row. Each row divides its own tokens, so the work is balanced for any length. Partial results are
+float32; XLA merges them, weighted by their log-sum-exp.
 """
 
 import functools
@@ -27,9 +27,9 @@ from kernels_pallas.pallas import mosaic_gpu, pl
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
-MOST_GROUP = 16
-COLUMNS = 64  # of a tile of values that are masked at a time
-LEAST_SHARE = 128  # tokens; a program's start and its part of the merge cost as much as reading about that many
+MAX_GROUP = 16
+COLUMNS = 64  # columns of a tile of values that are masked at a time
+MIN_SHARE = 128  # tokens per split; starting a program and merging its result costs as much as reading about that many
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "settings", "interpret"))
@@ -44,14 +44,17 @@ def attention(
     settings: DecodeSettings | None = None,
     interpret: bool = False,
 ):
-    """See `api.paged_attention`; decode batches only. `settings` None asks the table of the device (`num_warps` does
-    not count: wgmma takes four). `interpret` runs the kernel within `pallas.mosaic_interpreter`, for tests.
+    """See `api.paged_attention`; for decode batches only.
+
+    Args:
+        settings: tiles and splits. Default: the device's table entry. `num_warps` is ignored; wgmma needs four.
+        interpret: run the kernel in `pallas.mosaic_interpreter`, for tests.
 
     Raises:
-        ValueError: a mixed batch, or shapes or dtypes that the kernel does not support.
+        ValueError: the batch is mixed, or the kernel does not support its shapes or dtypes.
     """
     if not batch.decode:
-        raise ValueError("paged_attention: mosaic computes decode batches only, and this one is mixed: use triton")
+        raise ValueError("paged_attention: mosaic supports decode batches only, got a mixed batch: use triton")
     if (reason := unsupported(query, key_pages, value_pages)) is not None:
         raise ValueError(f"paged_attention: {reason}")
     rows, heads, head_dim = query.shape
@@ -65,13 +68,13 @@ def attention(
             group=group,
             head_dim=head_dim,
             page_size=page_size,
-            most_tokens=batch.block_tables.shape[1] * page_size,
+            max_context=batch.block_tables.shape[1] * page_size,
             itemsize=query.dtype.itemsize,
         )
     splits, tile, stages = settings.splits, settings.key_tile, settings.num_stages
 
-    # wgmma wants both operands of a product swizzled alike. With 32 bytes, a tile of weights lies token by token, as it
-    # is computed; TMA and wgmma are better at 128, where it has to lie the other way.
+    # wgmma needs both operands of a product with the same swizzle. With 32 bytes a tile of weights can be stored token
+    # by token, as it is computed. TMA and wgmma are faster with 128 bytes, which needs the transposed tile.
     transposed = pallas.MOSAIC_STORES_TRANSPOSED
     group_rows = 8 if group <= 8 and transposed else 16
     weight_shape = (group_rows, tile) if transposed else (tile, group_rows)
@@ -96,7 +99,7 @@ def attention(
             mosaic_gpu.Barrier(num_arrivals=boxes, num_barriers=stages),
             mosaic_gpu.Barrier(num_arrivals=boxes, num_barriers=stages),
         ),
-        # As much as reducing a tile of scores takes: with the default, one program less would fit on an SM.
+        # Enough for reducing a tile of scores. With the default, one program fewer fits on an SM.
         compiler_params=mosaic_gpu.CompilerParams(reduction_scratch_bytes=1024),
         interpret=pallas.mosaic_interpret() if interpret else None,
         kernel_name="paged_decode_mosaic",
@@ -111,8 +114,9 @@ def attention(
 
 
 def unsupported(query, key_pages, value_pages) -> str | None:
-    """Why this kernel cannot compute such arrays, and what it can; None if it can. It needs a GPU of the Hopper
-    generation besides (compute capability 9.0).
+    """The reason why this kernel does not support arrays, with what it supports; None if it does.
+
+    It also needs a Hopper GPU (compute capability 9.0), which is not checked here.
 
     Args:
         query: [tokens, heads, head_dim], an array or a `jax.ShapeDtypeStruct`.
@@ -126,18 +130,21 @@ def unsupported(query, key_pages, value_pages) -> str | None:
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries of {query.dtype}: the Mosaic kernel supports bfloat16 and float16"
     if key_pages.dtype != query.dtype or value_pages.dtype != query.dtype:
-        return f"pages of {key_pages.dtype} and {value_pages.dtype}: the Mosaic kernel supports that of the queries"
+        return (
+            f"pages of {key_pages.dtype} and {value_pages.dtype}: the Mosaic kernel supports the dtype of the queries, "
+            f"{query.dtype}"
+        )
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}: the Mosaic kernel supports {HEAD_DIMS}"
     if page_size not in PAGE_SIZES:
         return f"page_size {page_size}: the Mosaic kernel supports {PAGE_SIZES}"
-    if heads // kv_heads > MOST_GROUP:
-        return f"{heads} heads over {kv_heads} KV heads: the Mosaic kernel supports at most {MOST_GROUP} a KV head"
+    if heads // kv_heads > MAX_GROUP:
+        return f"{heads} heads over {kv_heads} KV heads: the Mosaic kernel supports at most {MAX_GROUP} per KV head"
     return None
 
 
 def _swizzled(shape, dtype, swizzle):
-    """Shared memory, its last two axes in the order that TMA and wgmma share; `swizzle` is in bytes."""
+    """Shared memory with its last two axes in the layout of TMA and wgmma; `swizzle` is in bytes."""
     transforms = (
         mosaic_gpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
         mosaic_gpu.SwizzleTransform(swizzle),
@@ -170,8 +177,8 @@ def _share_kernel(
     splits,
     transposed,
 ):
-    """A program of grid (row, KV head, split): averages of values, and the log2 of the sum of weights. A split without
-    tokens leaves zeros and MASKED."""
+    """A program of the grid (row, KV head, split). Writes the weighted average of values and the log2 of the sum of
+    weights; a split without tokens writes zeros and MASKED."""
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     stages, tile, head_dim = key_tiles.shape
     page_size = key_pages.shape[2]
@@ -183,14 +190,14 @@ def _share_kernel(
     first_box = lax.div(first_seen, box)
     last_box = lax.div(length - 1, box)
     share = pl.cdiv(pl.cdiv(length - first_box * box, splits), tile) * tile
-    share = jnp.maximum(share, pl.cdiv(LEAST_SHARE, tile) * tile)
+    share = jnp.maximum(share, pl.cdiv(MIN_SHARE, tile) * tile)
     start = first_box * box + split * share
     end = jnp.minimum(start + share, length)
     trips = pl.cdiv(jnp.maximum(end - start, 0), tile)
 
     def fetch(trip):
-        """Starts the copies of a tile. Boxes behind the last one of the row are copies of that: a barrier counts the
-        same number of copies every time, and what they hold is masked."""
+        """Start the copies of a tile. Boxes past the row's last one repeat it and are masked, because a barrier needs
+        the same number of copies every time."""
         stage = lax.rem(trip, stages)
         for i in range(tile // box):
             number = jnp.minimum(lax.div(start, box) + trip * (tile // box) + i, last_box)
@@ -200,7 +207,7 @@ def _share_kernel(
                 mosaic_gpu.copy_gmem_to_smem(pages.at[page, head, source], tiles.at[stage, target], there.at[stage])
 
     def seen(first, shape):
-        """Which tokens of the tile that begins at `first` count, along the first axis of `shape`."""
+        """Mask of the tokens to attend to, in the tile that begins at `first`, along the first axis of `shape`."""
         token = first + mosaic_gpu.broadcasted_iota(jnp.int32, shape, 0, layout=mosaic_gpu.Layout.WGMMA)
         return (token >= first_seen) & (token < end)
 
@@ -217,14 +224,14 @@ def _share_kernel(
         mass = mass * shrink + weights.sum(axis=0)
         weight_view[...] = weights.astype(weight_tile.dtype)
         mosaic_gpu.commit_smem()
-        # All threads have got here, so the products of the last trip are done with their stage.
+        # All threads have passed the barrier, so the last trip's products no longer read their stage.
         pl.when(i + stages - 1 < trips)(lambda: fetch(i + stages - 1))
 
         mosaic_gpu.barrier_wait(values_there.at[stage])
 
         @pl.when((first < first_seen) | (first + tile > end))
         def mask_values():
-            # Slots that were not written may hold NaN, and a weight of 0 does not keep it out of the sum.
+            # Unwritten slots may hold NaN, and 0 * NaN is NaN.
             for column in range(0, head_dim, COLUMNS):
                 part = value_tiles.at[stage, :, pl.ds(column, COLUMNS)]
                 part[...] = jnp.where(seen(first, part.shape), part[...], 0)
@@ -249,7 +256,7 @@ def _share_kernel(
 
 
 def _product(left, right):
-    """left [m, k] @ right [k, n] of two references to shared memory, in float32."""
+    """Compute left [m, k] @ right [k, n] of two references to shared memory, in float32."""
 
     def of(accumulator):
         mosaic_gpu.wgmma(accumulator, left, right)
@@ -259,7 +266,7 @@ def _product(left, right):
 
 
 def _empty_state(shape):
-    """Sum of values [head_dim, group_rows], largest score [group_rows] and sum of weights [group_rows]."""
+    """The initial state: sum of values [head_dim, group_rows], largest score and sum of weights [group_rows]."""
     layout = mosaic_gpu.Layout.WGMMA
 
     def full(shape, number, layout):

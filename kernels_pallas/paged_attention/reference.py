@@ -1,5 +1,4 @@
-"""Paged attention in a few plain lines, in float32: what every other implementation is held against. Slow, and
-dense."""
+"""The reference of paged attention: short, in float32, dense and slow. Tests compare other implementations with it."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +7,7 @@ from kernels_pallas.paged_attention.pages import QuantPages
 
 
 def attention(query, key_pages, value_pages, batch, *, scale, window=None):
-    """See `api.paged_attention`. Materialises every row's whole context for every query."""
+    """See `api.paged_attention`. Materialises the row's whole context for every query."""
     tokens, heads, head_dim = query.shape
     _, kv_heads, page_size, _ = key_pages.shape
     rows, pages_per_row = batch.block_tables.shape

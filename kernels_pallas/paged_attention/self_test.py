@@ -1,9 +1,8 @@
-"""The chosen kernels against the float32 reference, on the device, before an engine takes requests.
+"""The start-up self-test: the chosen kernels against the float32 reference, on the device.
 
-A compiler or a driver that is newer than our tests may make a kernel wrong, or not compile it: Triton once computed
-two chained products wrongly on an H100 (openxla/xla#19780), for which inputs of ones were enough. So each kernel is run
-once at start-up, in the model's head size, group, page size and dtype, over a pool of a few pages whose unwritten slots
-are NaN.
+A newer compiler or driver may miscompile a kernel or fail to compile it: Triton once computed two chained products
+wrongly on an H100 (openxla/xla#19780), even for inputs of ones. So each kernel runs once at start-up with the model's
+head size, group, page size and dtype, over a pool of a few pages whose unwritten slots are NaN.
 """
 
 import dataclasses
@@ -20,31 +19,31 @@ from kernels_pallas.paged_attention import reference
 from kernels_pallas.paged_attention.api import PagedBatch, PagedKernels, paged_attention, write_kv
 from kernels_pallas.paged_attention.pages import Pages, QuantPages, quantise, storage_dtype, write_pages
 
-# What JAX raises where it cannot compile or run a kernel. Anything else is a fault of ours, and is not caught.
-# - JaxRuntimeError (a RuntimeError) comes from XLA, when it compiles and when it runs: no ptxas (UNAVAILABLE), too much
-#   shared memory (RESOURCE_EXHAUSTED), a fault in the kernel (INTERNAL).
-# - NotImplementedError (a RuntimeError) and ValueError come from Pallas, which lowers the kernel: an operation that
-#   the target has none of, a size that is no power of two, more shared memory than there is. Mosaic's lowering also
-#   asserts what it takes for granted: a tile of 24 keys is a ValueError in JAX 0.10 and an AssertionError in 0.12.
-# - MLIRError comes from below it: a module that the dialect's verifier refuses.
+# The errors that JAX raises if it cannot compile or run a kernel. Other errors are bugs of this project, not caught.
+# - JaxRuntimeError (a RuntimeError) comes from XLA while compiling or running: no ptxas (UNAVAILABLE), too much shared
+#   memory (RESOURCE_EXHAUSTED), a fault in the kernel (INTERNAL).
+# - NotImplementedError (a RuntimeError) and ValueError come from Pallas while lowering: an operation that the target
+#   does not support, a size that is not a power of two, too much shared memory. Mosaic's lowering also has assertions:
+#   a tile of 24 keys is a ValueError in JAX 0.10 and an AssertionError in 0.12.
+# - MLIRError comes from MLIR: the dialect's verifier rejects a module.
 CANNOT_RUN = (RuntimeError, ValueError, AssertionError, ir.MLIRError)
 
-# Of numbers around 1, between a kernel that rounds its weights to the dtype and the reference, which does not. A wrong
-# mask, page or scale is off by a tenth and more.
+# Tolerances for values around 1: kernels round weights to the dtype, the reference does not. A wrong mask, page or
+# scale causes errors of 0.1 and more.
 TOLERANCES = {"bfloat16": 0.03, "float16": 0.006, "float32": 0.006}  # float32: a GPU may multiply in TF32
-CONTEXT = 443  # tokens of the longest row: more trips of a loop over keys than there are stages
-FEW, MANY = 8, 192  # rows of a decode batch: the keys of a row are split among programs, or not
+CONTEXT = 443  # tokens of the longest row: its loop over keys has more trips than stages
+FEW_ROWS, MANY_ROWS = 8, 192  # rows of a decode batch: with and without splits of a row's keys
 MIXED = ((70, 70), (CONTEXT, 45), (130, 1), (17, 17), (1, 1))  # (kv_len, queries); 134 queries
-PADDED = 160  # tokens of the mixed batch, padding included
-SHARPER = 3.0  # the queries' deviation: attention then looks at few tokens, and leaving some out shows
-WRITTEN = 40  # tokens of a write
+MIXED_TOKENS = 160  # tokens of the mixed batch, including padding
+QUERY_DEVIATION = 3.0  # large, so that attention focuses on few tokens and a missing token changes the result
+WRITE_TOKENS = 40
 
 
 _reference = jax.jit(reference.attention, static_argnames=("scale", "window"))
 
 
 class BrokenDevice(RuntimeError):
-    """A kernel has left the device in a state in which nothing runs any more."""
+    """A kernel has made the device unusable for this process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class _Model:
     quantised: bool
     window: int | None
 
-    kv_heads = 2  # enough to mistake one for the other; more are more of the same
+    kv_heads = 2  # enough to detect mixed-up heads
 
     @property
     def tolerance(self) -> float:
@@ -78,19 +77,19 @@ def self_test(
     attention: Callable = paged_attention,
     write: Callable = write_kv,
 ) -> Mapping[str, str]:
-    """Runs every kernel that is not XLA's: a second or two, once compiled.
+    """Test every kernel that is not XLA's. Takes one or two seconds after compilation.
 
     Args:
-        kernels: what was chosen.
-        device: where to run.
-        head_dim, page_size, group, dtype, kv_cache_dtype, window: as `choose` has them; `group` heads share a KV head.
-        attention, write: of the api, or what a test has in their place.
+        kernels: the chosen kernels.
+        device: the device to run on.
+        head_dim, page_size, group, dtype, kv_cache_dtype, window: as in `choose`; `group` is heads per KV head.
+        attention, write: the API's functions, or replacements for tests.
 
     Returns:
-        What failed, and how: "decode", "mixed" or "write" to a sentence. Empty if nothing did.
+        Failures: "decode", "mixed" or "write" -> a sentence. Empty if all kernels passed.
 
     Raises:
-        BrokenDevice: nothing can be told of the rest, nor done but to start again with another backend.
+        BrokenDevice: a kernel has made the device unusable; restart with another backend.
     """
     model = _Model(
         head_dim=head_dim,
@@ -117,29 +116,30 @@ def self_test(
     return failures
 
 
-def without(kernels: PagedKernels, failures: Mapping[str, str]) -> PagedKernels:
-    """The kernels with XLA's in place of those that failed."""
+def replace_failed(kernels: PagedKernels, failures: Mapping[str, str]) -> PagedKernels:
+    """Replace the kernels that failed by XLA's."""
     return dataclasses.replace(kernels, **dict.fromkeys(failures, "xla"))
 
 
 def _check_alive(op: str, name: str, error: Exception) -> None:
-    """A fault in a kernel, an illegal address say, ends the whole process' use of a GPU."""
+    """Raise BrokenDevice if the device no longer works: a fault, for example an illegal address, breaks it for the
+    process."""
     try:
         jax.block_until_ready(jnp.zeros(8) + 1)
     except jax.errors.JaxRuntimeError:
         raise BrokenDevice(
-            f"the self-test of {op} with {name} has broken the device for this process: start again with another "
-            f"attention backend, such as xla; the fault was {type(error).__name__}: {error}"
+            f"the self-test of {op} with {name} has made the device unusable for this process: restart with another "
+            f"attention backend, for example xla; the fault was {type(error).__name__}: {error}"
         ) from error
 
 
-# -- tests: what is wrong, or None ------------------------------------------------------------------------------------
+# -- tests: each returns a fault, or None -----------------------------------------------------------------------------
 
 
 def _test_decode(model: _Model, platform: str, attention: Callable) -> str | None:
     page = model.page_size
     lengths = (1, page, page + 1, CONTEXT)
-    for rows in (FEW, MANY):
+    for rows in (FEW_ROWS, MANY_ROWS):
         row = np.arange(rows) % len(lengths)  # many rows read the same pages
         for ones in (False, True):
             keys, values, tables = _pools(model, platform, lengths, ones)
@@ -152,55 +152,56 @@ def _test_decode(model: _Model, platform: str, attention: Callable) -> str | Non
 
 def _test_mixed(model: _Model, platform: str, attention: Callable) -> str | None:
     lengths, queries = zip(*MIXED, strict=True)
-    padding = 3  # rows without queries, that look at the first slot of page 0
+    padding = 3  # rows without queries, whose tables have page 0
     start = np.cumsum([0, *queries, *[0] * padding])
     for ones in (False, True):
         keys, values, tables = _pools(model, platform, lengths, ones)
         tables = np.concatenate([tables, np.zeros_like(tables[:padding])])
         batch = _batch(start, np.asarray([*lengths, *[1] * padding]), tables, decode=False)
-        fault = _compare(model, attention, _query(model, PADDED, ones), keys, values, batch, sum(queries))
+        fault = _compare(model, attention, _query(model, MIXED_TOKENS, ones), keys, values, batch, sum(queries))
         if fault is not None:
             return f"rows of {', '.join(map(str, queries))} queries{' of ones' if ones else ''}: {fault}"
     return None
 
 
 def _test_write(model: _Model, platform: str, write: Callable) -> str | None:
-    """Slots in any order, and padding, of which several write to the same slot of page 0."""
+    """Write to slots in random order, and several padding tokens to one slot of page 0."""
     rng = np.random.default_rng(0)
-    pages = -(-WRITTEN // model.page_size) + 1
-    slot = rng.permutation(np.arange(model.page_size, (1 + pages) * model.page_size))[:WRITTEN]
+    pages = -(-WRITE_TOKENS // model.page_size) + 1
+    slot = rng.permutation(np.arange(model.page_size, (1 + pages) * model.page_size))[:WRITE_TOKENS]
     slot[-4:] = 0
     place = jnp.asarray(slot // model.page_size, jnp.int32), jnp.asarray(slot % model.page_size, jnp.int32)
-    rows = [jnp.asarray(rng.standard_normal((WRITTEN, model.kv_heads, model.head_dim)), model.dtype) for _ in range(2)]
+    shape = (WRITE_TOKENS, model.kv_heads, model.head_dim)
+    rows = [jnp.asarray(rng.standard_normal(shape), model.dtype) for _ in range(2)]
     empty = np.full((1 + pages, model.kv_heads, model.page_size, model.head_dim), np.nan, np.float32)
-    wanted = [write_pages(_stored(model, platform, empty), new, *place) for new in rows]
+    expected = [write_pages(_stored(model, platform, empty), new, *place) for new in rows]
     pools = [_stored(model, platform, empty) for _ in rows]
     got = jax.jit(write, donate_argnums=(0, 1))(*pools, *rows, *place)
-    for name, mine, right in zip(("keys", "values"), got, wanted, strict=True):
+    for name, found, right in zip(("keys", "values"), got, expected, strict=True):
         if isinstance(right, QuantPages):
-            near = np.abs(np.int32(mine.values[1:]) - np.int32(right.values[1:])).max() <= 1  # rounded the other way
-            same = near and np.allclose(mine.scales[1:], right.scales[1:], rtol=1e-6, atol=0, equal_nan=True)
+            close = np.abs(np.int32(found.values[1:]) - np.int32(right.values[1:])).max() <= 1  # rounding may differ
+            same = close and np.allclose(found.scales[1:], right.scales[1:], rtol=1e-6, atol=0, equal_nan=True)
         else:
-            same = _bits(mine[1:]) == _bits(right[1:])
+            same = _bits(found[1:]) == _bits(right[1:])
         if not same:
-            return f"{name} are not where they should be, or not what was written"
+            return f"written {name} are wrong or in wrong slots"
     return None
 
 
 def _compare(
     model: _Model, attention: Callable, query: jax.Array, keys: Pages, values: Pages, batch: PagedBatch, real: int
 ) -> str | None:
-    # Implementations are compiled functions already: one program serves random numbers and ones.
+    # Implementations are jitted already: random values and ones use the same program.
     got, want = (
         np.asarray(function(query, keys, values, batch, scale=model.head_dim**-0.5, window=model.window), np.float32)
         for function in (attention, _reference)
     )
     got, want = got[:real], want[:real]
     if not np.isfinite(got).all():
-        return f"{np.count_nonzero(~np.isfinite(got))} of {got.size} numbers are not finite"
+        return f"{np.count_nonzero(~np.isfinite(got))} of {got.size} values are not finite"
     worst = float((np.abs(got - want) / np.maximum(1, np.abs(want))).max())
     if worst > model.tolerance:
-        return f"off by {worst:.3g}, {model.tolerance} is allowed"
+        return f"error {worst:.3g} exceeds the tolerance {model.tolerance}"
     return None
 
 
@@ -209,7 +210,7 @@ def _compare(
 
 def _query(model: _Model, tokens: int, ones: bool) -> jax.Array:
     shape = (tokens, model.kv_heads * model.group, model.head_dim)
-    drawn = SHARPER * np.random.default_rng(1).standard_normal(shape)
+    drawn = QUERY_DEVIATION * np.random.default_rng(1).standard_normal(shape)
     return jnp.asarray(np.ones(shape) if ones else drawn, model.dtype)
 
 
@@ -219,7 +220,7 @@ def _batch(query_start: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray
 
 
 def _pools(model: _Model, platform: str, lengths: tuple[int, ...], ones: bool) -> tuple[Pages, Pages, np.ndarray]:
-    """Keys and values of rows of these lengths, in pages in any order, and the rows' tables."""
+    """Keys and values of rows of these lengths in randomly ordered pages, and the rows' block tables."""
     rng = np.random.default_rng(2)
     page = model.page_size
     used = [-(-length // page) for length in lengths]
@@ -237,7 +238,7 @@ def _pools(model: _Model, platform: str, lengths: tuple[int, ...], ones: bool) -
 
 
 def _stored(model: _Model, platform: str, content: np.ndarray) -> Pages:
-    """float32 pages as the pool keeps them; of quantised ones the scales are NaN where the content is."""
+    """Convert float32 pages to the pool's storage; scales of quantised pages are NaN where the content is."""
     if model.quantised:
         values, scales = quantise(jnp.asarray(content))
         return QuantPages(values=values, scales=jnp.where(np.isnan(content[..., 0]), jnp.nan, scales))

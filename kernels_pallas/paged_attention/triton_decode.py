@@ -1,9 +1,9 @@
-"""Paged attention of one query a row, for NVIDIA GPUs (Pallas, Triton route; A100 and newer).
+"""Paged attention for decode batches on NVIDIA GPUs (Pallas, Triton backend; A100 and newer).
 
-A program computes one KV head of one row: all query heads of the group are rows of one tile for the tensor cores, so a
-key is read once for all of them. Reading is what takes the time, and few rows of long contexts would leave most of the
-GPU idle: so `splits` programs share a row. Each row divides its own tokens, so that the work is even whatever the
-longest context may be. Partial results are float32, weighted by their log-sum-exp and merged in a second launch.
+A program computes one KV head of one row: the query heads of the group are the rows of one tile for the tensor cores,
+so each key is read once for all of them. Decoding is bound by memory reads, and few rows with long contexts would leave
+most of the GPU idle, so `splits` programs share a row. Each row divides its own tokens, so the work is balanced for any
+length. Partial results are float32; a second launch merges them, weighted by their log-sum-exp.
 """
 
 import functools
@@ -25,7 +25,7 @@ from kernels_pallas.paged_attention.triton_common import (
 )
 from kernels_pallas.pallas import pl, triton
 
-LEAST_SHARE = 128  # tokens; a program's start and its part of the merge cost as much as reading about that many
+MIN_SHARE = 128  # tokens per split; starting a program and merging its result costs as much as reading about that many
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "settings", "interpret"))
@@ -40,14 +40,17 @@ def attention(
     settings: DecodeSettings | None = None,
     interpret: bool = False,
 ):
-    """See `api.paged_attention`; `batch.decode` must hold. `settings` None asks the table of the device; `interpret`
-    runs the kernels on any device, slowly, for tests.
+    """See `api.paged_attention`; for decode batches only.
+
+    Args:
+        settings: tiles and splits. Default: the device's table entry.
+        interpret: run the kernels on any device, slowly, for tests.
 
     Raises:
-        ValueError: shapes or dtypes that the kernels do not support.
+        ValueError: the batch is mixed, or the kernels do not support its shapes or dtypes.
     """
     if not batch.decode:
-        raise ValueError("paged_attention: triton_decode computes decode batches only, triton_mixed all others")
+        raise ValueError("paged_attention: triton_decode supports decode batches only, use triton_mixed for others")
     if (reason := unsupported(query, key_pages, value_pages)) is not None:
         raise ValueError(f"paged_attention: {reason}")
     rows, heads, head_dim = query.shape
@@ -60,7 +63,7 @@ def attention(
             group=heads // kv_heads,
             head_dim=head_dim,
             page_size=page_size,
-            most_tokens=batch.block_tables.shape[1] * page_size,
+            max_context=batch.block_tables.shape[1] * page_size,
             itemsize=jax.tree.leaves(key_pages)[0].dtype.itemsize,
         )
     splits = settings.splits
@@ -92,8 +95,11 @@ def attention(
 
 
 def _share_kernel(query, key_pages, value_pages, block_tables, kv_len, *out, scale, window, splits, key_tile):
-    """A program of grid (row, KV head, split). `out` is the result, or the partial ones: averages of values, and the
-    log2 of the sum of weights. A split without tokens leaves the former as they are."""
+    """A program of the grid (row, KV head, split).
+
+    `out` is the result, or the partial results: weighted averages of values, and the log2 of the sum of weights. A
+    split without tokens does not write its averages.
+    """
     row, head, split = (pl.program_id(axis) for axis in range(3))
     page_size, head_dim = key_pages.shape[2:]
     group = query.shape[1] // key_pages.shape[1]
@@ -102,7 +108,7 @@ def _share_kernel(query, key_pages, value_pages, block_tables, kv_len, *out, sca
     first_seen = 0 if window is None else jnp.maximum(length - window, 0)
     first_tile = lax.div(first_seen, key_tile) * key_tile
     share = pl.cdiv(pl.cdiv(length - first_tile, splits), key_tile) * key_tile
-    share = jnp.maximum(share, pl.cdiv(LEAST_SHARE, key_tile) * key_tile)
+    share = jnp.maximum(share, pl.cdiv(MIN_SHARE, key_tile) * key_tile)
     start = first_tile + split * share
     end = jnp.minimum(start + share, length)
 
@@ -151,14 +157,14 @@ def _share_kernel(query, key_pages, value_pages, block_tables, kv_len, *out, sca
 
 
 def _merge_kernel(average, log_mass, out):
-    """A program of grid (row, head) weighs the averages of the splits by their masses."""
+    """A program of the grid (row, head): averages the splits, weighted by their sums of weights."""
     row, head = pl.program_id(0), pl.program_id(1)
     splits, head_dim = average.shape[2:]
     split = jnp.arange(1 << (splits - 1).bit_length())
     logs = triton.load(log_mass.at[row, head, split], mask=split < splits, other=MASKED)
     weights = jnp.exp2(logs - logs.max(axis=0))
     wide_split, column = index_tile(split, jnp.arange(head_dim))
-    # What splits without tokens left behind may be NaN; a NaN of one with tokens counts.
+    # Splits without tokens have not written their averages, which may be NaN. NaN of other splits must stay.
     live = jnp.broadcast_to((logs != MASKED)[:, None], column.shape)
     averages = triton.load(average.at[row, head, wide_split, column], mask=live, other=0)
     total = (averages * weights[:, None]).sum(axis=0)

@@ -1,13 +1,12 @@
-"""Paged attention of rows of any length, for NVIDIA GPUs (Pallas, Triton route; A100 and newer): one launch for a whole
-batch of prompts, chunks and single tokens.
+"""Paged attention for mixed batches on NVIDIA GPUs (Pallas, Triton backend; A100 and newer).
 
-A program computes one KV head of a tile of consecutive queries of one row: the (query, head of the group) pairs are the
-rows of one tile for the tensor cores, so a group need not divide it. Which queries a tile has is worked out before the
-launch, once for all layers of a model. There are as many programs as the worst split of the queries into rows may need;
-those past the end have nothing to do.
+One launch computes a whole batch of prompts, chunks and single tokens. A program computes one KV head for a tile of
+consecutive queries of one row: the (query, head of the group) pairs are the rows of one tile for the tensor cores, so
+the group need not divide the tile. The tiles are computed before the launch, once for all layers of a model. The number
+of programs is for the worst distribution of queries over rows; programs past the end do nothing.
 
-The products of a tile of 64 rows and more are Hopper's wgmma, with the weights in registers. ptxas before 13.3 may
-compile that wrongly (triton-lang/triton#9433), which only a device shows: hence the self-test at start-up.
+On Hopper, the products of tiles of 64 and more rows are wgmma with the weights in registers, which ptxas before 13.3
+may miscompile (triton-lang/triton#9433). Only a device shows that, so kernels are tested at start-up.
 """
 
 import functools
@@ -40,11 +39,14 @@ def attention(
     settings: MixedSettings | None = None,
     interpret: bool = False,
 ):
-    """See `api.paged_attention`. `settings` None asks the table of the device; `interpret` runs the kernel on any
-    device, slowly, for tests.
+    """See `api.paged_attention`.
+
+    Args:
+        settings: tiles. Default: the device's table entry.
+        interpret: run the kernel on any device, slowly, for tests.
 
     Raises:
-        ValueError: shapes or dtypes that the kernel does not support.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     if (reason := unsupported(query, key_pages, value_pages)) is not None:
         raise ValueError(f"paged_attention: {reason}")
@@ -61,7 +63,7 @@ def attention(
             group=group,
             head_dim=head_dim,
             page_size=page_size,
-            most_tokens=pages_per_row * page_size,
+            max_context=pages_per_row * page_size,
             itemsize=jax.tree.leaves(key_pages)[0].dtype.itemsize,
         )
     tiles = query_tiles(batch, tokens, settings.query_tile // group)
@@ -76,11 +78,12 @@ def attention(
 
 
 def query_tiles(batch, tokens: int, size: int):
-    """The queries cut into tiles of at most `size`, each of one row: int32 [4, tiles].
+    """Divide the queries into tiles of at most `size`, each of one row: int32 [4, tiles].
 
-    A tile has its row; its first query in the flat array; how many queries it has, 0 past the last tile; and the
-    position in the row of the first one. Later tiles of a row, which see more keys, come first, so that the last
-    programs of a launch are short ones. Padding queries are a row of their own, at positions before 0, and see nothing.
+    The four fields of a tile are its row, its first query in the flat array, its number of queries (0 past the last
+    tile), and the position of its first query in the row. Later tiles of a row, which attend to more keys, come first,
+    so that the last programs of a launch are short. Padding queries form one more row, at negative positions, without
+    keys.
     """
     rows = batch.kv_len.shape[0]
     most_tiles = tokens // size + min(rows + 1, tokens)
@@ -100,7 +103,7 @@ def query_tiles(batch, tokens: int, size: int):
 
 
 def _kernel(query, key_pages, value_pages, block_tables, tiles, out, *, scale, window, settings):
-    """A program of grid (tile, KV head)."""
+    """A program of the grid (tile, KV head)."""
     tile, head = pl.program_id(0), pl.program_id(1)
     row, first_query, queries, position = (tiles[field, tile] for field in range(4))
     page_size, head_dim = key_pages.shape[2:]
@@ -131,7 +134,7 @@ def _kernel(query, key_pages, value_pages, block_tables, tiles, out, *, scale, w
                 state, rows, key_pages, value_pages, head, page, offset, scale=scale, seen=seen, visible=visible
             )
 
-        # Most tiles need no mask, but with a loop of their own ptxas no longer lets the products of either overlap.
+        # Most tiles need no mask, but with a separate loop for them ptxas overlaps the products of neither loop.
         state = empty_state(settings.query_tile, head_dim)
         total, _, mass = lax.fori_loop(lax.div(first_seen, key_tile), pl.cdiv(end, key_tile), trip, state)
         average = total / jnp.where(mass == 0, 1, mass)[:, None]

@@ -1,4 +1,4 @@
-"""Writing new keys and values into their pages in one launch, in place, for NVIDIA GPUs (Pallas, Triton route)."""
+"""Writing of new keys and values into their pages on NVIDIA GPUs, in place, in one launch (Pallas, Triton backend)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,21 +7,24 @@ from kernels_pallas.paged_attention.pages import QuantPages, quantise
 from kernels_pallas.paged_attention.triton_common import index_tile, unsupported
 from kernels_pallas.pallas import pl, triton
 
-NUMBERS_A_WARP = 256  # 8 of each thread, which is one access of 16 bytes in bfloat16
+VALUES_PER_WARP = 256  # 8 per thread: one access of 16 bytes in bfloat16
 
 
 def write_kv(key_pages, value_pages, key, value, page, offset, *, interpret: bool = False):
-    """See `api.write_kv`; `interpret` runs the kernel on any device, slowly, for tests.
+    """See `api.write_kv`.
+
+    Args:
+        interpret: run the kernel on any device, slowly, for tests.
 
     Raises:
-        ValueError: shapes or dtypes that the kernel does not support.
+        ValueError: the kernel does not support the shapes or dtypes.
     """
     if (reason := unsupported(key, key_pages, value_pages)) is not None:
         raise ValueError(f"write_kv: {reason}")
     tokens, kv_heads, head_dim = key.shape
     pages = key_pages, value_pages
     leaves = len(jax.tree.leaves(pages))
-    warps = 1 << max(0, (kv_heads * head_dim // NUMBERS_A_WARP).bit_length() - 1)
+    warps = 1 << max(0, (kv_heads * head_dim // VALUES_PER_WARP).bit_length() - 1)
     return pl.pallas_call(
         _kernel,
         grid=(tokens,),
@@ -34,7 +37,7 @@ def write_kv(key_pages, value_pages, key, value, page, offset, *, interpret: boo
 
 
 def _kernel(_, key, value, page, offset, key_pages, value_pages):
-    """A program writes the rows of one token: the keys of all heads, then the values."""
+    """A program of the grid (token): writes the token's keys of all heads, then its values."""
     token = pl.program_id(0)
     at_page, at_offset = page[token], offset[token]
     heads, head_dim = key.shape[1:]

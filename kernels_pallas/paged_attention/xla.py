@@ -1,19 +1,19 @@
-"""Paged attention in XLA operations: the implementation for CPUs, and the one that runs anywhere.
+"""Paged attention in XLA operations, for any platform.
 
-Single-token rows and longer rows are computed apart, each as a loop with online softmax over key tiles aligned at 0:
+Single-token rows and longer rows are computed separately, each in a loop with online softmax over key tiles aligned at
+position 0:
 
-- Decode: the pairs (row, key tile) of all rows form one work list, taken `DECODE_ITEMS` at a time, so that the work is
-  proportional to the tokens actually read. One row of 4,096 tokens among fifteen of 128 costs its own tiles and no
-  more.
-- Prefill: a query tile is up to `QUERY_TILE` consecutive queries of one row. Tiles are taken `PREFILL_TILES` at a
-  time in order, each group up to the longest context in it; neighbours mostly belong to one row, so little is wasted.
+- Decode: the (row, key tile) pairs of all rows form one work list, processed `DECODE_ITEMS` at a time, so the work is
+  proportional to the tokens that are read. One row of 4,096 tokens among fifteen of 128 costs only its own tiles.
+- Prefill: a query tile is up to `QUERY_TILE` consecutive queries of one row. Tiles are processed `PREFILL_TILES` at a
+  time in order, each group up to its longest context; neighbours mostly belong to one row, so little work is wasted.
 
-Both loops have trip counts that depend on the data, not on the shapes: padding costs nothing, and neither do key tiles
-that lie wholly before a sliding window.
+The loops' trip counts depend on the data, not on the shapes: padding costs nothing, nor do key tiles that lie before a
+sliding window.
 
-Quantised pages are scaled tile by tile as they are gathered; from there on all is float32, whatever the query is, and
-only the result is rounded. On the CPU this was measured on, applying the scales to scores and weights instead is no
-faster, and dots of int8 numbers turned into bfloat16 are much slower.
+Quantised pages are dequantised tile by tile as they are gathered; the computation is then float32 for any query dtype,
+and only the result is rounded. On the CPU where this was measured, applying scales to scores and weights instead is not
+faster, and products of int8 values converted to bfloat16 are much slower.
 """
 
 import functools
@@ -25,10 +25,10 @@ from jax import lax
 from kernels_pallas.paged_attention.pages import QuantPages
 
 KEY_TILE = 64  # tokens; small enough that a short row wastes little, large enough to amortise a loop trip
-DECODE_ITEMS = 8  # (row, key tile) pairs a loop trip
+DECODE_ITEMS = 8  # (row, key tile) pairs per loop trip
 QUERY_TILE = 32
 PREFILL_TILES = 2
-MASKED = -1e30  # finite, so that a row with nothing visible yet gives exp(0) of garbage and not NaN
+MASKED = -1e30  # finite: a row without visible keys so far gives exp(0) and not NaN
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window"))  # traced once for all layers of a model
@@ -57,7 +57,10 @@ def attention(query, key_pages, value_pages, batch, *, scale, window=None):
 
 
 def _decode(query, key_pages, value_pages, block_tables, kv_len, window):
-    """One query a row: `query` [rows, heads, head_dim], `kv_len` [rows] (0 for rows to leave out). Same shape out."""
+    """Attention of one query per row: `query` [rows, heads, head_dim], `kv_len` [rows] (0 to skip a row).
+
+    The result has the shape of `query`.
+    """
     rows, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
     group = heads // kv_heads
@@ -93,7 +96,7 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len, window):
         keys, values = _tiles(key_pages, value_pages, part(pages_of_item), seen, query.dtype)
         scores = jnp.einsum("wkgd,wktd->wkgt", _rows(grouped, row), keys, preferred_element_type=jnp.float32)
         scores = jnp.where(seen[:, None, None, :], scores, MASKED)
-        # Several items of one trip may belong to one row: they meet through a one-hot [rows, items].
+        # Several items of one trip may belong to one row: a one-hot [rows, items] sums them.
         owns = (jnp.arange(rows)[:, None] == row[None, :]) & (length > 0)[None, :]
         new_top = jnp.maximum(top, jnp.where(owns[:, :, None, None], scores.max(-1)[None], MASKED).max(1))
         weights = jnp.exp(scores - _rows(new_top, row)[..., None])
@@ -101,7 +104,7 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len, window):
             "wkgt,wktd->wkgd", weights.astype(query.dtype), values, preferred_element_type=jnp.float32
         )
         shrink, owned = jnp.exp(top - new_top), owns.astype(jnp.float32)
-        # 0 * NaN is NaN: a part that is no number stays out of the sums, and makes its own row's mass NaN instead.
+        # 0 * NaN is NaN: parts with NaN are left out of the sums, and the mass of their own row becomes NaN instead.
         sound = jnp.isfinite(part_total).all(-1)
         part_total = jnp.where(sound[..., None], part_total, 0)
         part_mass = jnp.where(sound, weights.sum(-1), 0)
@@ -115,8 +118,10 @@ def _decode(query, key_pages, value_pages, block_tables, kv_len, window):
 
 
 def _prefill(query, key_pages, value_pages, batch, count, token, row, window):
-    """Rows of two queries and more. `count` [rows] queries of each row, 0 to leave it out. [tokens, heads, head_dim]
-    out; what stands at tokens of rows left out means nothing."""
+    """Attention of rows with several queries. `count` [rows] is each row's number of queries, 0 to skip a row.
+
+    The result is [tokens, heads, head_dim], undefined for tokens of skipped rows.
+    """
     tokens, heads, head_dim = query.shape
     rows = count.shape[0]
     kv_heads, page_size = key_pages.shape[1:3]
@@ -136,9 +141,9 @@ def _prefill(query, key_pages, value_pages, batch, count, token, row, window):
     first_in_row = (query_tile - (last_tile - tiles_of_row)[row_of_tile]) * QUERY_TILE
     first_token = batch.query_start[row_of_tile] + first_in_row
     first_position = batch.kv_len[row_of_tile] - count[row_of_tile] + first_in_row
-    # Tokens visible to the last query of the tile; none to a dead one.
+    # Number of tokens visible to the tile's last query; 0 for unused tiles.
     context = jnp.where(live, jnp.minimum(first_position + QUERY_TILE, batch.kv_len[row_of_tile]), 0)
-    # The key tile with the first token that its first query sees.
+    # The key tile with the first token visible to the tile's first query.
     first_seen = jnp.zeros_like(context) if window is None else jnp.maximum(first_position - window + 1, 0)
     first_key_tile = jnp.where(live, first_seen // tile, tables.shape[1])
 
@@ -190,16 +195,17 @@ def _rows(array, index):
 
 
 def _pad_pages(block_tables, tile_pages):
-    """[rows, pages] -> [rows, tiles, tile_pages]; the table is padded with page 0, which is read under a mask only."""
+    """Reshape [rows, pages] to [rows, tiles, tile_pages], padded with page 0, whose tokens are masked."""
     rows, pages = block_tables.shape
     padded = jnp.pad(block_tables, ((0, 0), (0, -pages % tile_pages)))
     return padded.reshape(rows, -1, tile_pages)
 
 
 def _tiles(key_pages, value_pages, pages, seen, dtype):
-    """Keys and values of `pages` [n, tile_pages] as [n, kv_heads, tile, head_dim], with unseen values zero: a slot that
-    was never written may hold NaN (its scale, if quantised), and 0 * NaN would reach the sum. Unseen keys are masked in
-    the scores."""
+    """Gather keys and values of `pages` [n, tile_pages] as [n, kv_heads, tile, head_dim], with unseen values zeroed.
+
+    Unwritten slots may hold NaN (if quantised, in the scales), and 0 * NaN is NaN. Scores of unseen keys are masked.
+    """
     n, tile_pages = pages.shape
     _, kv_heads, page_size, head_dim = key_pages.shape
 

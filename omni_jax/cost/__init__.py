@@ -1,5 +1,7 @@
-"""What a step will cost: measured on this machine, or reckoned for a named GPU. The scheduler, the simulator and the
-planner ask the same questions of either."""
+"""Predicted step times, measured on this machine or estimated for a named GPU.
+
+The scheduler, the simulator and the planner use both through one protocol, CostModel.
+"""
 
 from omni_jax.cost.model import CostModel, Kind, StepShape, causal_pairs
 from omni_jax.cost.published import published_config, published_names

@@ -1,4 +1,5 @@
-"""What the config.json of some published models says, as far as it is needed to plan: for who has no copy yet."""
+"""Fields of some published models' config.json that the planner needs, so that a model can be planned for before it is
+downloaded."""
 
 import functools
 import json
@@ -13,20 +14,20 @@ def _published() -> Mapping[str, Mapping[str, Any]]:
 
 
 def published_names() -> tuple[str, ...]:
-    """The short names, in the order of the file."""
+    """Short names of the models, in the order of the file."""
     return tuple(_published())
 
 
 def published_config(name: str) -> Mapping[str, Any]:
-    """A config.json by a model's short name or that of its repository, in any case.
+    """The config.json of a model, by its short name or its repository's name, ignoring case.
 
     Raises:
-        ValueError: none is kept under that name.
+        ValueError: the name is unknown.
     """
     for short, entry in _published().items():
         if name.lower() in (short.lower(), entry["of"].lower()):
             return entry["config"]
     raise ValueError(
-        f"no model is known as {name!r}: give a directory with a config.json, such a file, or one of "
+        f"unknown model {name!r}: give a directory with a config.json, a config.json, or one of "
         f"{', '.join(published_names())}"
     )

@@ -1,9 +1,9 @@
-"""Step times of a named GPU, reckoned from a model's sizes: whichever takes longer, its FLOPs or its bytes.
+"""Step times of a named GPU, estimated from the sizes of a model: the longer of computing and memory traffic.
 
     seconds = max(FLOPs / (peak * mfu), bytes / (bandwidth * mbu)) + all-reduces + overhead
 
-The roofline of Williams, Waterman and Patterson (2009). What a kernel loses against either peak is in two efficiency
-factors, which are assumptions and stated as such. No GPU and no weights are needed, a config.json is.
+This is the roofline of Williams, Waterman and Patterson (2009). Two assumed factors, mfu and mbu, stand for what
+kernels lose against either peak. It needs a config.json, and neither a GPU nor weights.
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ from typing import Any
 
 from omni_jax.cost.model import StepShape, causal_pairs
 
-ACTIVATION_BYTES = 2  # what devices exchange is bfloat16, however small the weights; and float32 if they are
+ACTIVATION_BYTES = 2  # devices exchange bfloat16 with smaller weights too, and float32 with float32 weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU's published figures.
+    """Published figures of a GPU.
 
     Attributes:
-        bf16_flops: FLOP/s of dense bfloat16 matrix products. Data sheets of Hopper print twice that, with sparsity.
-        fp8_flops: the same for FP8; None where there is none.
+        bf16_flops: FLOP/s of dense bfloat16 matrix products. Hopper's data sheets print twice that, with sparsity.
+        fp8_flops: FLOP/s of dense FP8 matrix products; None for a GPU without FP8.
         memory_bandwidth: bytes/s.
-        memory_bytes: in the data sheet's GB of 10**9; cards report a few per cent more, so that a plan errs on the
-            safe side.
+        memory_bytes: the data sheet's GB, of 10**9 bytes; cards report a few per cent more, so a plan errs on the safe
+            side.
         link_bandwidth: bytes/s of NVLink in one direction, half of what data sheets print.
     """
 
@@ -77,29 +77,30 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """One of GPUS, in any case.
+    """The entry of GPUS called `name`, ignoring case.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the name is unknown.
     """
     try:
         return GPUS[name.lower()]
     except KeyError:
-        raise ValueError(f"no GPU is known as {name!r}, known are {', '.join(GPUS)}") from None
+        raise ValueError(f"unknown GPU {name!r}: give one of {', '.join(GPUS)}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionSizes:
-    """What a vision tower consists of.
+    """Sizes of a vision tower.
 
     Attributes:
-        parameters: of the tower, its merger included.
-        flops_per_patch: of its matrix products, the merger's share included.
-        flops_per_pair: of one layer's attention, for each pair of patches of which one sees the other.
-        full_layers: layers in which a patch sees its whole image.
-        window_layers: layers in which it sees `window_patches` at most.
-        hidden_size: width of a patch.
-        patch_pixels: of a patch, in one frame.
+        parameters: number of parameters, the merger's included.
+        flops_per_patch: FLOPs of the matrix products for one patch, its share of the merger included.
+        flops_per_pair: FLOPs of attention in one layer for one query-key pair of patches.
+        full_layers: number of layers in which a patch attends to its whole image.
+        window_layers: number of layers in which a patch attends to its window.
+        window_patches: patches of a full window; 0 without window layers.
+        hidden_size: width of a patch's hidden state.
+        patch_pixels: pixels of a patch in one frame.
     """
 
     parameters: int
@@ -114,14 +115,14 @@ class VisionSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a model consists of, as far as its speed and memory depend on it. No dtype: values are counted.
+    """Sizes of a model that determine its speed and memory, as numbers of values of any dtype.
 
     Attributes:
-        matrix_parameters: of the layers' matrices, which every token is multiplied with.
-        vector_parameters: norms and biases.
-        vocab_parameters: of the output matrix, which only tokens that sample are multiplied with.
-        tied: the output matrix is the embedding too; else there are two.
         attention_width: heads * head_dim.
+        matrix_parameters: parameters of the layers' matrices, which multiply every token.
+        vector_parameters: parameters of norms and biases.
+        vocab_parameters: parameters of the output matrix, which multiplies only tokens that sample.
+        tied: whether the output matrix is also the embedding; if not, there are two.
     """
 
     layers: int
@@ -137,29 +138,29 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """All, the vision tower's included."""
+        """Number of all parameters, the vision tower's included."""
         vocab = self.vocab_parameters * (1 if self.tied else 2)
         tower = self.vision.parameters if self.vision else 0
         return self.matrix_parameters + self.vector_parameters + vocab + tower
 
     @property
     def flops_per_token(self) -> int:
-        """Of the layers' matrix products: a multiplication and an addition for each value."""
+        """FLOPs of the layers' matrix products: a multiplication and an addition for each parameter."""
         return 2 * self.matrix_parameters
 
     @property
     def flops_per_logits(self) -> int:
-        """Of one row of logits."""
+        """FLOPs of one row of logits."""
         return 2 * self.vocab_parameters
 
     @property
     def flops_per_pair(self) -> int:
-        """Of attention in all layers, for each query-key pair: the score, and the weighted value."""
+        """FLOPs of attention in all layers for one query-key pair: the score and the weighted value."""
         return 4 * self.attention_width * self.layers
 
     @property
     def kv_values_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Number of keys and values of one token in all layers."""
         return 2 * self.kv_heads * self.head_dim * self.layers
 
     def parameter_bytes(self, dtype_bytes: int = 2) -> int:
@@ -172,12 +173,12 @@ class ModelSizes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelSizes":
-        """Counts the parameters of a Hugging Face config.json. Imports JAX.
+        """Count the parameters of a Hugging Face config.json. Imports JAX.
 
         Raises:
-            omni_jax.models.config.UnsupportedModel: the engine does not run such a model.
+            omni_jax.models.config.UnsupportedModel: the engine cannot run the model.
         """
-        # Here, because the models bring JAX, and neither the scheduler nor a simulation of it needs that.
+        # Imported here because models import JAX, which the scheduler and the simulator do not need.
         from omni_jax.models.config import model_config
 
         model = model_config(config)
@@ -201,13 +202,13 @@ class ModelSizes:
 
 
 def _vision_sizes(vision: Any) -> VisionSizes:
-    """Of a models.VisionConfig."""
+    """Sizes of the tower that a models.VisionConfig describes."""
     hidden, inner, merged = vision.hidden_size, vision.intermediate_size, vision.spatial_merge_size**2
     gated = vision.hidden_act == "silu"
     embed = hidden * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     matrices = 4 * hidden * hidden + (3 if gated else 2) * hidden * inner
     norm = hidden if vision.rms_norm else 2 * hidden
-    # Every matrix of a layer has a bias: query-key-value, output, those that widen, the one that narrows.
+    # Every matrix of a layer has a bias: query-key-value, output, up (and gate), down.
     vectors = 4 * hidden + (2 if gated else 1) * inner + hidden + 2 * norm
     wide = hidden * merged
     merger = wide * wide + wide * vision.out_hidden_size
@@ -226,31 +227,31 @@ def _vision_sizes(vision: Any) -> VisionSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """A CostModel of a model on a GPU, or on several with its matrices and heads split over them.
+    """A CostModel of a model on one GPU, or on several that share its matrices and heads.
 
-    Left out: activations' way through memory, softmax, sampling, and the host. What the factors stand for differs by
-    kernel and by size; they are assumptions for planning, and ratios between steps are better than the steps' seconds.
+    It leaves out memory traffic of activations, softmax, sampling and the host. The true efficiencies differ by kernel
+    and size, so ratios between steps are more reliable than the seconds of one step.
 
     Attributes:
-        devices: GPUs that share every matrix and the cache, the tower's too. KV heads that do not divide are
-            replicated.
-        dtype_bytes: of weights, and of the cache unless kv_bytes_per_value says otherwise: 4, 2 or 1. With 4, products
-            run in TF32 at half of bfloat16's peak (so all data sheets above; it is what XLA does with float32). With 1,
-            they run at the FP8 peak where the GPU has one, else at bfloat16's.
-        kv_bytes_per_value: of the cache, scales included: (head_dim + 4) / head_dim for int8. What is read counts;
-            products run as the weights' do. None: dtype_bytes.
-        mfu: share of the peak FLOP/s that matrix products and attention reach. 0.5: training of dense models is
-            reported at 0.4 to 0.57 (PaLM; Korthikanti et al., 2022), and a prompt's products are of that shape.
-        mbu: share of the bandwidth that reading weights and cache reaches. 0.7: gpt-fast reports 1,397 of an A100's
-            2,039 GB/s for Llama-2-7B in bfloat16, one sequence.
-        link_efficiency: share of NVLink's bandwidth that an all-reduce reaches: 0.75, near what nccl-tests show on
-            H100s for large messages.
-        link_latency_seconds: of one all-reduce, however small. NCCL's on NVLink is around 10 microseconds.
-        overhead_seconds: of launching a step's kernels, as far as the GPU waits for it.
-        chunk_tokens: tokens of a step at most, for prefill_seconds (EngineConfig.max_num_batched_tokens).
+        devices: number of GPUs that share every matrix (the tower's too) and the cache. KV heads that do not divide
+            are replicated.
+        dtype_bytes: bytes of a weight, and of a cached value unless kv_bytes_per_value is set: 4, 2 or 1. With 4,
+            products run in TF32 at half of bfloat16's peak, as the data sheets above have it and XLA does for float32.
+            With 1, products run at the FP8 peak, or at bfloat16's if the GPU has no FP8.
+        kv_bytes_per_value: bytes of a cached value, scales included: (head_dim + 4) / head_dim for int8. Counts for
+            memory traffic only; products run at the peak of dtype_bytes. None: dtype_bytes.
+        mfu: share of the peak FLOP/s that matrix products and attention reach. Default 0.5: training of dense models
+            is reported at 0.4 to 0.57 (PaLM; Korthikanti et al., 2022), and prefill products have the same shape.
+        mbu: share of the memory bandwidth that reads of weights and cache reach. Default 0.7: gpt-fast reports 1,397 of
+            an A100's 2,039 GB/s for Llama-2-7B in bfloat16 with one sequence.
+        link_efficiency: share of NVLink's bandwidth that an all-reduce reaches. Default 0.75, near what nccl-tests show
+            on H100s for large messages.
+        link_latency_seconds: latency of one all-reduce of any size. NCCL's on NVLink is around 10 microseconds.
+        overhead_seconds: time per step in which the GPU waits for kernel launches.
+        chunk_tokens: maximum tokens of a step, for prefill_seconds (EngineConfig.max_num_batched_tokens).
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     sizes: ModelSizes
@@ -279,11 +280,11 @@ class Roofline:
             raise ValueError("link_latency_seconds and overhead_seconds must not be negative")
 
     def times(self, shape: StepShape) -> tuple[float, float, float]:
-        """Seconds of a step by what takes them: FLOPs, bytes, all-reduces. The first two overlap, so the larger
-        counts; a step is compute-bound when that is the first.
+        """Seconds of a step's FLOPs, memory traffic and all-reduces. The first two overlap, so the larger counts; a
+        step is compute-bound if that is the first.
 
         Raises:
-            ValueError: a call of the vision tower, and the model has none.
+            ValueError: the shape is a call of the vision tower, and the model has none.
         """
         sizes, gpu = self.sizes, self.gpu
         if shape.kind == "encode":
@@ -294,7 +295,7 @@ class Roofline:
             read = tower.parameters * self.dtype_bytes / self.devices
             layers, width = tower.full_layers + tower.window_layers, tower.hidden_size
         else:
-            # Padding is computed like any token, but attends to nothing and is not kept. Every row is taken to sample.
+            # Padding costs matrix products, but attends to nothing and writes no cache. Assumes that every row samples.
             flops = (
                 shape.size * sizes.flops_per_token
                 + shape.rows * sizes.flops_per_logits
@@ -302,7 +303,7 @@ class Roofline:
             )
             weights = sizes.matrix_parameters + sizes.vector_parameters + sizes.vocab_parameters
             kv_share = -(-sizes.kv_heads // self.devices) / sizes.kv_heads
-            kv = (shape.context + shape.tokens) * sizes.kv_values_per_token * kv_share  # read, and written
+            kv = (shape.context + shape.tokens) * sizes.kv_values_per_token * kv_share  # read and written
             kv_bytes = self.dtype_bytes if self.kv_bytes_per_value is None else self.kv_bytes_per_value
             read = weights / self.devices * self.dtype_bytes + kv * kv_bytes
             layers, width = sizes.layers, sizes.hidden_size
@@ -317,18 +318,18 @@ class Roofline:
         )
 
     def all_reduce_seconds(self, size: int) -> float:
-        """Of one all-reduce of `size` bytes; 0.0 on one device. In a ring each device sends 2 (n - 1) / n of them
-        (Patarasuk and Yuan, 2009)."""
+        """Seconds of one all-reduce of `size` bytes; 0.0 on one device. In a ring each device sends 2 (n - 1) / n of
+        the bytes (Patarasuk and Yuan, 2009)."""
         if self.devices == 1:
             return 0.0
         sent = 2 * (self.devices - 1) / self.devices * size
         return self.link_latency_seconds + sent / (self.gpu.link_bandwidth * self.link_efficiency)
 
     def compute_bound_rows(self, context: int) -> int | None:
-        """The fewest rows of a decode step, each with `context` tokens in the cache, whose products take longer than
-        its bytes; None where no batch does, because each row brings more bytes than products.
+        """The smallest number of rows, each with `context` cached tokens, at which a decode step is compute-bound.
 
-        Both times are straight lines over the rows, so two points of each say where they cross.
+        None if no number is enough, because each row adds more memory time than compute time. Both times are linear in
+        the rows, so two points of each give the crossing.
         """
         (compute, memory, _), (more_compute, more_memory, _) = (
             self.times(
@@ -343,13 +344,13 @@ class Roofline:
             )
             for rows in (1, 2)
         )
-        closes = (more_compute - compute) - (more_memory - memory)
-        return None if closes <= 0 else max(1, 1 + math.ceil((memory - compute) / closes))
+        gain = (more_compute - compute) - (more_memory - memory)
+        return None if gain <= 0 else max(1, 1 + math.ceil((memory - compute) / gain))
 
     @property
     def _tower(self) -> VisionSizes:
         if self.sizes.vision is None:
-            raise ValueError("the model has no vision tower, so it encodes no images")
+            raise ValueError("the model has no vision tower, so it cannot encode images")
         return self.sizes.vision
 
     def seconds(self, shape: StepShape) -> float:
@@ -358,7 +359,7 @@ class Roofline:
         return max(compute, memory) + reduce + self.overhead_seconds
 
     def prefill_seconds(self, tokens: int, context: int) -> float:
-        """See CostModel: in steps of chunk_tokens, the last of what is left."""
+        """See CostModel: in steps of chunk_tokens and one of the rest."""
         total = 0.0
         for done in range(0, tokens, self.chunk_tokens):
             now, before = min(self.chunk_tokens, tokens - done), context + done
@@ -374,13 +375,13 @@ class Roofline:
         return total
 
     def decode_seconds(self, rows: int, context: int) -> float:
-        """See CostModel: without padding."""
+        """See CostModel. Assumes no padding."""
         return self.seconds(
             StepShape(kind="decode", size=rows, rows=rows, tokens=rows, context=context, attended=context)
         )
 
     def encode_seconds(self, patches: int) -> float:
-        """See CostModel: without padding."""
+        """See CostModel. Assumes no padding."""
         return self.seconds(
             StepShape(kind="encode", size=patches, rows=1, tokens=patches, context=0, attended=patches**2)
         )

@@ -1,1 +1,1 @@
-"""The loop: requests in, steps out, deltas back."""
+"""The engine: it takes requests, runs steps and returns deltas."""

@@ -1,94 +1,149 @@
-"""What an operator may set, and what came of it. Names are vLLM's."""
+"""Settings of an engine, by panel, and what a started engine reports about itself. Names are vLLM's."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from omni_jax.settings import Settings
+
+Count = Annotated[int, Ge(1)]
+Milliseconds = Annotated[float, Gt(0), Lt(math.inf)]
+GiB = Annotated[float, Ge(0), Lt(math.inf)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Settings of an engine. None means: a default that fits the model and the device.
+class ModelSettings(Settings):
+    """How the model is loaded and what it generates by default.
 
     Attributes:
-        model_dir: a Hugging Face directory.
-        max_model_len: tokens of prompt and output together; by default what the model knows and the cache holds.
-        max_num_seqs: sequences that run at once; 32 on a CPU, 256 on a GPU.
-        max_num_batched_tokens: tokens a step computes at most; 512 on a CPU, 8192 on a GPU. Smaller steps keep
-            decoding sequences from waiting for somebody's prompt.
-        block_size: tokens a block of the KV cache; 32 on a CPU, 16 on a GPU.
-        gpu_memory_utilization: share of the GPU's memory for weights, cache and temporaries together.
-        kv_cache_memory_bytes: bytes of the KV cache, overrules gpu_memory_utilization; on a CPU by default 2 GiB or a
-            quarter of what is free, whichever is less, and never more than max_num_seqs full sequences need.
-        dtype: auto, float32 or bfloat16; auto is the checkpoint's own.
-        seed: of requests that bring none; None is different at every start.
-        max_num_queued_reqs: requests that may wait; more are refused. None is no limit.
-        chat_template: a template's text or file, in place of the tokenizer's.
-        generation_config: "auto" takes sampling defaults from the model's generation_config.json, "vllm" takes none.
-        compilation_cache_dir: where compiled programs are kept; by default ~/.cache/omni-jax/xla.
-        forbid_tracing: after warm-up, anything that would trace (and so compile) in the engine's thread is an error.
-        hang_seconds: a step out for longer than this makes the engine unhealthy.
-        max_pixels: of an image or a frame once it is resized; bounds the encoder's executables.
-        encoder_cache_tokens: features of images that are kept on the device; 8,192, and never less than one image
-            needs.
-        encoder_layers_per_slice: layers of the vision tower that run between two steps; 1 on a CPU, 8 on a GPU.
-        scheduling_policy: "fcfs", first come first served, or "slo", by class and deadline.
-        segment_policy: how prompts are cut where a request does not say: what segments.make_policy takes.
-        ttft_ms, tpot_ms, e2e_ms: objectives of requests that bring none: to the first token, from token to token, to
-            the last.
-        aging_seconds: after so long without being served a sequence moves up by a class ("slo").
-        enable_chunked_prefill: without it every prompt is computed whole in one step ("fcfs" only).
-        segment_aware: a table of its segments goes to the log when a request ends.
-        debug_print_batch: log what each step computes, in a form a person can check. Slow.
-        enable_prefix_caching: full blocks are kept and found again by requests that begin with the same tokens.
-        recycling_policy: which cached block goes first when one is needed: "by_modality", "lru", or a function of one's
-            own, "package.module:function".
-        kv_cache_dtype: "auto" is the model's own; "int8" stores rows as 8-bit whole numbers with a scale a token and
-            head.
-        swap_space: GiB of host memory for blocks of preempted sequences; 0 is no swap.
-        swap_dir: where what host memory does not hold is written; needs swap_space, through which it goes.
-        swap_dir_space: GiB that may be written there.
-        max_swap_ops: moves of blocks that are outstanding at most: beyond them a preempted sequence is computed again.
-        num_swap_threads: that copy, check and write, beside the thread that steps.
-        preemption_mode: what becomes of a preempted sequence's blocks: "swap" moves them, "recompute" drops them, and
-            "auto" takes what the cost model says is sooner done.
-        enable_adaptive_compression: rows that matter least are dropped from the cache of a sequence while it decodes.
-            Changes what is generated.
-        kv_compress_ratio: share of a sequence's rows that may be dropped at most, in [0, 1).
-        kv_compress_controller: a function of one's own, "package.module:function", in place of the default schedule:
-            called with (decode step, decode steps at most), it returns the share of the tokens that may be dropped,
-            which kv_compress_ratio caps.
-        attention_backend: what computes attention: "xla", "triton" or "mosaic" kernels; "auto" takes the best that the
-            model and the device support and that pass a test at the start, and XLA where there is none.
-        tensor_parallel_size: devices that share the model. Bytes of the KV cache are then those of each.
-        data_parallel_size: rows of such devices, each with its own weights, cache and batch, behind one front. Limits
-            (max_num_seqs, swap_space and the like) are those of a row.
-        pipeline_parallel_size: 1.
-        coordinator_address: host:port of the front process, where several processes share the model.
-        num_processes: all of them.
-        process_id: which of them this is; 0 is the front.
+        max_model_len: Maximum number of tokens of prompt plus output. Default: what the model supports and the KV cache
+            holds.
+        dtype: Type of the weights and the KV cache; auto is the checkpoint's own.
+        attention_backend: Kernels that compute attention: triton needs an NVIDIA GPU from A100 on, mosaic an H100 or
+            H200. auto takes the best that passes a test at the start, and xla where there is none.
+        chat_template: File or Jinja text that replaces the model's chat template.
+        generation_config: Source of sampling defaults: auto reads the model's generation_config.json, vllm uses none.
+        seed: Default seed for requests that set none. Default: a new one at every start.
+        compilation_cache_dir: Directory of compiled programs. Default: ~/.cache/omni-jax/xla.
+        trust_remote_code: Accepted for vLLM's command lines. No code from a checkpoint is ever run.
     """
 
-    model_dir: Path | str
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int | None = None
-    gpu_memory_utilization: float = 0.92
-    kv_cache_memory_bytes: int | None = None
-    dtype: str = "auto"
-    seed: int | None = None
-    max_num_queued_reqs: int | None = None
+    max_model_len: Count | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention_backend: Literal["auto", "xla", "triton", "mosaic"] = "auto"
     chat_template: str | None = None
-    generation_config: str = "auto"
+    generation_config: Literal["auto", "vllm"] = "auto"
+    seed: int | None = None
     compilation_cache_dir: Path | str | None = None
-    forbid_tracing: bool = True
-    hang_seconds: float = 300.0
-    max_pixels: int = 1_003_520
-    encoder_cache_tokens: int | None = None
-    encoder_layers_per_slice: int | None = None
-    scheduling_policy: str = "fcfs"
+    trust_remote_code: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSettings(Settings):
+    """The KV cache: its size, the prefix cache, swap and compression.
+
+    Attributes:
+        block_size: Number of tokens in a block of the KV cache, a power of two. Default: 32 on a CPU, 16 on a GPU.
+        gpu_memory_utilization: Fraction of the GPU's memory for weights, KV cache and temporaries together.
+        kv_cache_memory_bytes: Size of the KV cache in bytes; overrides gpu_memory_utilization. Default on a CPU: 2 GiB
+            or a quarter of the free memory, whichever is less, and no more than max_num_seqs full sequences need.
+        kv_cache_dtype: Type of the KV cache: auto is the model's own, int8 stores a scale for each token and head.
+        enable_prefix_caching: Keep full blocks and reuse them in requests that begin with the same tokens.
+        recycling_policy: Which cached block is evicted first: by_modality, lru, or a custom function,
+            package.module:function.
+        swap_space: GiB of host memory for blocks of preempted sequences; 0 turns swap off.
+        swap_dir: Directory for blocks that do not fit into swap_space.
+        swap_dir_space: Maximum GiB in swap_dir.
+        max_swap_ops: Maximum number of outstanding swaps; beyond it a preempted sequence is recomputed.
+        num_swap_threads: Number of threads that copy, check and write swapped blocks.
+        preemption_mode: What happens to the blocks of a preempted sequence: swap, recompute, or whichever the cost
+            model expects to finish sooner (auto).
+        enable_adaptive_compression: Drop the least important rows from a sequence's KV cache while it decodes. Changes
+            the output.
+        kv_compress_ratio: Maximum fraction of a sequence's KV cache that compression may drop.
+        kv_compress_controller: Custom function, package.module:function, called with (decode step, maximum decode
+            steps); it returns the fraction to drop. Default: a schedule by decode step.
+    """
+
+    block_size: Count | None = None
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.92
+    kv_cache_memory_bytes: Count | None = None
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    enable_prefix_caching: bool = True
+    recycling_policy: str = "by_modality"
+    swap_space: GiB = 0.0
+    swap_dir: Path | str | None = None
+    swap_dir_space: GiB = 16.0
+    max_swap_ops: Count = 16
+    num_swap_threads: Count = 2
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
+    enable_adaptive_compression: bool = False
+    kv_compress_ratio: Annotated[float, Ge(0), Lt(1)] = 0.4
+    kv_compress_controller: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.recycling_policy not in ("by_modality", "lru") and not _is_dotted_path(self.recycling_policy):
+            raise ValueError(
+                'recycling_policy must be "by_modality", "lru" or \'package.module:function\', '
+                f"got {self.recycling_policy!r}"
+            )
+        if self.swap_dir is not None and not (self.swap_space and self.swap_dir_space):
+            raise ValueError(
+                "swap_dir needs a swap_space and a swap_dir_space above 0: blocks reach the disk through host memory; "
+                f"got {self.swap_space} and {self.swap_dir_space}"
+            )
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ValueError('preemption_mode "swap" needs a swap_space above 0')
+        if self.enable_adaptive_compression and self.preemption_mode == "recompute":
+            raise ValueError(
+                'enable_adaptive_compression cannot be combined with preemption_mode "recompute": recomputing a '
+                "compressed sequence gives other rows; leave preemption_mode at auto"
+            )
+        if self.kv_compress_controller is not None:
+            if not _is_dotted_path(self.kv_compress_controller):
+                raise ValueError(
+                    f"kv_compress_controller must be 'package.module:function', got {self.kv_compress_controller!r}"
+                )
+            if not self.enable_adaptive_compression:
+                raise ValueError("kv_compress_controller needs enable_adaptive_compression, which is off")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulingSettings(Settings):
+    """Which tokens run in a step, and in which order.
+
+    Attributes:
+        max_num_seqs: Maximum number of sequences in a step. Default: 32 on a CPU, 256 on a GPU.
+        max_num_batched_tokens: Maximum number of tokens in a step. Default: 512 on a CPU, 8192 on a GPU. Smaller steps
+            keep decoding sequences from waiting for a long prompt.
+        max_num_queued_reqs: Maximum number of waiting requests; further ones are refused (HTTP 503). Default: no limit.
+        scheduling_policy: fcfs is first come, first served; slo serves by class and deadline. priority is vLLM's name
+            for slo.
+        segment_policy: How prompts are cut into segments: request, by_modality, by_sentence, hybrid, a custom function
+            (package.module:function), a policy with arguments ({"policy": "by_length", "max_length": 256}), or one for
+            each modality ({"text": ...}).
+        ttft_ms: Default objective in milliseconds: from arrival to the first token.
+        tpot_ms: Default objective in milliseconds: from one token to the next.
+        e2e_ms: Default objective in milliseconds: from arrival to the last token.
+        aging_seconds: Seconds without service after which a sequence moves up by a class (slo only).
+        enable_chunked_prefill: Compute a long prompt over several steps. Without it, a prompt runs whole in one step
+            (fcfs only).
+        segment_aware: Log a table of the segments of each request when it ends.
+        debug_print_batch: Log what each step computes: token ids, segments, visible keys. Slow.
+    """
+
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    max_num_queued_reqs: Count | None = None
+    scheduling_policy: Literal["fcfs", "slo", "priority"] = "fcfs"
     segment_policy: str | Mapping[str, Any] = "request"
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -97,59 +152,70 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     segment_aware: bool = False
     debug_print_batch: bool = False
-    enable_prefix_caching: bool = True
-    recycling_policy: str = "by_modality"
-    kv_cache_dtype: str = "auto"
-    swap_space: float = 0.0
-    swap_dir: Path | str | None = None
-    swap_dir_space: float = 16.0
-    max_swap_ops: int = 16
-    num_swap_threads: int = 2
-    preemption_mode: str = "auto"
-    enable_adaptive_compression: bool = False
-    kv_compress_ratio: float = 0.4
-    kv_compress_controller: str | None = None
-    attention_backend: str = "auto"
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    coordinator_address: str | None = None
-    num_processes: int = 1
-    process_id: int = 0
 
     def __post_init__(self):
-        for name in (
-            *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"),
-            *("max_pixels", "encoder_cache_tokens", "encoder_layers_per_slice", "max_swap_ops", "num_swap_threads"),
-            *("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "num_processes"),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"pipeline_parallel_size {self.pipeline_parallel_size} is not supported: layers are not parted here. "
-                "Use tensor_parallel_size to part each layer over more devices, of several machines too, and "
-                "data_parallel_size for more throughput"
-            )
-        self._check_processes()
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        if self.generation_config not in ("auto", "vllm"):
-            raise ValueError(f'generation_config must be "auto" or "vllm", got {self.generation_config!r}')
-        if self.scheduling_policy not in ("fcfs", "slo"):
-            raise ValueError(f'scheduling_policy must be "fcfs" or "slo", got {self.scheduling_policy!r}')
+        super().__post_init__()
+        if self.scheduling_policy == "priority":
+            self._replace("scheduling_policy", "slo")
         if self.scheduling_policy == "slo" and not self.enable_chunked_prefill:
             raise ValueError('scheduling_policy "slo" needs chunked prefill: leave enable_chunked_prefill on')
-        if self.attention_backend not in ("auto", "xla", "triton", "mosaic"):
-            raise ValueError(
-                f'attention_backend must be "auto", "xla", "triton" or "mosaic", got {self.attention_backend!r}'
-            )
-        if self.block_size is not None and self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
-        self._check_memory()
+        if isinstance(self.segment_policy, str) and self.segment_policy.lstrip().startswith("{"):
+            try:
+                self._replace("segment_policy", json.loads(self.segment_policy))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"segment_policy: not JSON: {error}") from None
 
-    def _check_processes(self) -> None:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderSettings(Settings):
+    """The vision tower.
+
+    Attributes:
+        max_pixels: Maximum number of pixels of an image or a video frame after resizing.
+        encoder_cache_tokens: Number of tokens of images whose features stay on the device. Default: 8192, and no less
+            than one image needs.
+        encoder_layers_per_slice: Number of layers of the vision tower that run between two steps. Default: 1 on a CPU,
+            8 on a GPU.
+    """
+
+    max_pixels: Count = 1_003_520
+    encoder_cache_tokens: Count | None = None
+    encoder_layers_per_slice: Count | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelSettings(Settings):
+    """Several devices and several processes.
+
+    Attributes:
+        tensor_parallel_size: Number of devices that share one copy of the model. kv_cache_memory_bytes is per device.
+        data_parallel_size: Number of replicas, each with its own weights, KV cache and batch. max_num_seqs, swap_space
+            and the like are per replica.
+        pipeline_parallel_size: Must be 1: layers are not split over devices.
+        mesh: Both sizes in one: data=2,model=4.
+        coordinator_address: host:port of process 0, where several processes share the model.
+        num_processes: Number of processes that share the model.
+        process_id: Number of this process: 0 serves, the others follow it.
+    """
+
+    tensor_parallel_size: Count = 1
+    data_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    mesh: str | None = None
+    coordinator_address: str | None = None
+    num_processes: Count = 1
+    process_id: Annotated[int, Ge(0)] = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size {self.pipeline_parallel_size} is not supported: layers are not split over "
+                "devices. Use tensor_parallel_size to share each layer among devices, of several machines too, and "
+                "data_parallel_size for more throughput"
+            )
+        if self.mesh is not None:
+            self._read_mesh(self.mesh)
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
                 f"process_id must be 0 to num_processes - 1, got {self.process_id} of {self.num_processes} processes"
@@ -164,45 +230,51 @@ class EngineConfig:
         if self.data_parallel_size > 1:
             raise ValueError(
                 f"data_parallel_size {self.data_parallel_size} with {self.num_processes} processes is not supported: "
-                "run a group of processes for each row, and a proxy in front of them"
+                "run a group of processes for each replica, and a proxy in front of them"
             )
-        if self.swap_space:
+
+    def _read_mesh(self, mesh: str) -> None:
+        """Replaces `mesh` by the two sizes."""
+        if (self.tensor_parallel_size, self.data_parallel_size) != (1, 1):
+            raise ValueError("mesh sets both sizes: leave out --tensor-parallel-size and --data-parallel-size")
+        data, model = parse_mesh(mesh)
+        self._replace("data_parallel_size", data)
+        self._replace("tensor_parallel_size", model)
+        self._replace("mesh", None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(ModelSettings, CacheSettings, SchedulingSettings, EncoderSettings, ParallelSettings):
+    """All settings of an engine. None stands for a default that fits the model and the device.
+
+    Attributes:
+        model_dir: A model directory in Hugging Face layout.
+        forbid_tracing: After warm-up, raise an error where the engine's thread would trace, and so compile, a function.
+        hang_seconds: Seconds after which an unfinished step makes the engine unhealthy.
+    """
+
+    model_dir: Path | str
+    forbid_tracing: bool = True
+    hang_seconds: float = 300.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_processes > 1 and self.swap_space:
             raise ValueError("swap_space needs all blocks in one process: leave it out with num_processes above 1")
 
-    def _check_memory(self) -> None:
-        if self.kv_cache_dtype not in ("auto", "int8"):
-            raise ValueError(f'kv_cache_dtype must be "auto" or "int8", got {self.kv_cache_dtype!r}')
-        if self.preemption_mode not in ("auto", "swap", "recompute"):
-            raise ValueError(f'preemption_mode must be "auto", "swap" or "recompute", got {self.preemption_mode!r}')
-        if self.recycling_policy not in ("by_modality", "lru") and not _is_dotted_path(self.recycling_policy):
-            raise ValueError(
-                'recycling_policy must be "by_modality", "lru" or \'package.module:function\', '
-                f"got {self.recycling_policy!r}"
-            )
-        for name in ("swap_space", "swap_dir_space"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be GiB, 0 or more, got {getattr(self, name)}")
-        if self.swap_dir is not None and not (self.swap_space and self.swap_dir_space):
-            raise ValueError(
-                "swap_dir needs a swap_space and a swap_dir_space above 0: blocks reach the disk through host memory; "
-                f"got {self.swap_space} and {self.swap_dir_space}"
-            )
-        if self.preemption_mode == "swap" and not self.swap_space:
-            raise ValueError('preemption_mode "swap" needs a swap_space above 0')
-        if self.enable_adaptive_compression and self.preemption_mode == "recompute":
-            raise ValueError(
-                'enable_adaptive_compression cannot go with preemption_mode "recompute": what compression has dropped '
-                "is not the same when it is computed again; leave preemption_mode at auto"
-            )
-        if not 0 <= self.kv_compress_ratio < 1:
-            raise ValueError(f"kv_compress_ratio must be in [0, 1), got {self.kv_compress_ratio}")
-        if self.kv_compress_controller is not None:
-            if not _is_dotted_path(self.kv_compress_controller):
-                raise ValueError(
-                    f"kv_compress_controller must be 'package.module:function', got {self.kv_compress_controller!r}"
-                )
-            if not self.enable_adaptive_compression:
-                raise ValueError("kv_compress_controller needs enable_adaptive_compression, which is off")
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """(data, model) of a text such as "data=2,model=4"; an axis that is left out is 1.
+
+    Raises:
+        ValueError: the text is no mesh.
+    """
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    sizes = {name: size for name, _, size in parts}
+    known = sizes.keys() <= {"data", "model"} and len(sizes) == len(parts)
+    if not known or not all(size.isdecimal() and int(size) for size in sizes.values()):
+        raise ValueError(f"--mesh must be like data=2,model=4, got {text!r}")
+    return int(sizes.get("data", 1)), int(sizes.get("model", 1))
 
 
 def _is_dotted_path(text: str) -> bool:

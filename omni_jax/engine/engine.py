@@ -1,4 +1,4 @@
-"""The engine: one thread's worth of work, one step ahead of what it has read."""
+"""The engine loop: it dispatches each step before it reads the results of the previous one."""
 
 import collections
 import contextlib
@@ -16,12 +16,13 @@ from omni_jax import compat
 from omni_jax.cost import Kind, StepShape, TableCost
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.detokenizer import Detokenizer
-from omni_jax.engine.loading import Progress, load
+from omni_jax.engine.loading import load
 from omni_jax.engine.stats import EngineStats
 from omni_jax.engine.swapping import EngineSwap, open_tier
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.memory import BlockPool, EncoderCache, make_recycling, pool_usage
 from omni_jax.memory.compression import SINKS, WINDOW, BadController, Schedule
+from omni_jax.progress import StageReport
 from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Sequence, TokenLogprob
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.requests.segment import Segment
@@ -45,21 +46,21 @@ from omni_jax.telemetry.recorder import Recorder, log_event
 
 logger = logging.getLogger(__name__)
 
-MOST_FAILURES = 2  # steps in a row that may raise before the engine gives up
-LOADING = 1e-3  # seconds between two looks at the host tier, when there is nothing else to do
-PACK_PATCHES = 1024  # small images share a call of the vision tower up to so many patches; a larger one goes alone
+MAX_FAILURES = 2  # consecutive steps that raise before the engine gives up
+SWAP_POLL_SECONDS = 1e-3  # between checks of the host tier when there is nothing else to do
+PACK_PATCHES = 1024  # maximum patches of several images that share a call of the vision tower
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Encoding:
-    """What a call of the vision tower takes, added up over its slices.
+class _EncoderCall:
+    """Time of a call of the vision tower, summed over its slices.
 
     Attributes:
-        shape: of the call.
-        seconds: of the slices so far; of one with a step behind it, what that step took longer than predicted. Not a
-            number where that cannot be told.
-        unread: steps in flight that have a slice before them.
-        done: the last slice was dispatched.
+        shape: shape of the call.
+        seconds: time of the slices so far. A slice with a step after it counts the time by which that step exceeded its
+            prediction. NaN if unknown.
+        unread: number of steps in flight that were dispatched after a slice of the call.
+        done: whether the last slice was dispatched.
     """
 
     shape: StepShape
@@ -69,26 +70,27 @@ class _Encoding:
 
 
 class Engine:
-    """Runs requests to their end. Not thread-safe: one thread calls it (AsyncEngine has one; LLM is one).
+    """Runs requests. Not thread-safe, except where a method says otherwise.
 
     Attributes:
-        info: what it serves.
+        info: the served model and the engine's limits.
         tokenizer: the model's tokenizer.
-        vision: how images become patches, for a model that reads them; else None.
-        cost: what steps take on this machine, learnt from those that ran.
-        recorder: what became of requests and segments.
+        vision: settings that turn images into patches; None for a text-only model.
+        cost: step times of this machine, learnt from the steps it runs.
+        recorder: records of requests and segments.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, *, replica: int = 0):
-        """`replica` is which replica's devices it takes.
+    def __init__(self, config: EngineConfig, progress: StageReport | None = None, *, replica: int = 0):
+        """Load the model on the devices of replica number `replica`.
 
         Raises:
-            whatever `load` raises; ValueError in a process that follows another.
+            ValueError: this process is a follower.
+            whatever `load` raises.
         """
         if config.process_id:
             raise ValueError(
-                f"process {config.process_id} follows process 0, which alone has an engine: call "
-                "omni_jax.engine.follower.follow in it, or start `omni-jax serve` with the same flags"
+                f"process {config.process_id} is a follower, and only process 0 can have an engine: call "
+                "omni_jax.engine.follower.follow in this process, or start `omni-jax serve` with the same flags"
             )
         loaded = load(config, progress, replica)
         self.config, self.info, self.tokenizer = config, loaded.info, loaded.tokenizer
@@ -98,7 +100,7 @@ class Engine:
         if self._encoder is not None:
             self._features = Features(
                 EncoderCache(self.info.encoder_cache_tokens),
-                most_patches=self._encoder.config.buckets[-1],
+                max_patches=self._encoder.config.buckets[-1],
                 pack_patches=PACK_PATCHES,
             )
         self._pool = BlockPool(
@@ -148,20 +150,21 @@ class Engine:
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._prefilled: set[str] = set()
         self._in_flight: collections.deque[StepResult] = collections.deque()
-        self._after_slice: collections.deque[_Encoding | None] = collections.deque()  # of each step in flight
-        self._sliced: _Encoding | None = None  # a slice of it was dispatched since the latest step
-        self._encoding: _Encoding | None = None  # the encoder's call that is under way
+        # For each step in flight, the encoder call of which a slice was dispatched just before it:
+        self._slices_before: collections.deque[_EncoderCall | None] = collections.deque()
+        self._new_slice: _EncoderCall | None = None  # the call of a slice dispatched since the last step
+        self._encoder_call: _EncoderCall | None = None  # the call in progress
         self._failures = 0
         self._stats = EngineStats()
         self._gaps: collections.deque[float] = collections.deque(maxlen=1024)
         self._seconds: collections.deque[float] = collections.deque(maxlen=1024)
         self._last_ready = time.monotonic()
-        self.count_compilations_from_now()
+        self.reset_compilation_count()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest when the request can never run. Touches nothing; any thread may call it."""
+        """Raise InvalidRequest if the request can never run. Changes nothing. Thread-safe."""
         request.params.check_vocabulary(self.info.vocab_size)
         room = output_room(request, self.info.max_model_len)
         if self._schedule is not None:
@@ -169,26 +172,24 @@ class Engine:
                 self._schedule.check(room)
             except BadController as error:
                 raise InvalidRequest(str(error)) from error
-        worst = max(request.prompt_ids)
-        if worst >= self.info.vocab_size or min(request.prompt_ids) < 0:
+        if max(request.prompt_ids) >= self.info.vocab_size or min(request.prompt_ids) < 0:
             raise InvalidRequest(
                 f"the prompt has token ids outside the vocabulary (0 to {self.info.vocab_size - 1})", param="prompt"
             )
         if self._features is not None and self.vision is not None:
             check_media(request, self.vision, self._features)
         elif request.media:
-            raise InvalidRequest("this model reads text only, and the request has images", param="messages")
+            raise InvalidRequest("this model reads text only, but the request has images", param="messages")
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Queue a request.
 
         Raises:
-            InvalidRequest: it can never run, or its id is in use.
+            InvalidRequest: the request can never run, or its id is in use.
         """
         self.check(request)
         if request.params.seed is None:
-            # A request without a seed gets one of its own here, so that two of them differ and each survives
-            # preemption.
+            # Each request without a seed gets one, so that requests differ and preemption does not change samples.
             params = dataclasses.replace(request.params, seed=self._random.getrandbits(63))
             request = dataclasses.replace(request, params=params)
         request = self._with_deadlines(request)
@@ -204,18 +205,17 @@ class Engine:
     def cut(
         self, ids: tuple[int, ...], media: tuple[MediaSpan, ...] = (), policy: str | Mapping[str, Any] | None = None
     ) -> tuple[Segment, ...]:
-        """The segments of a prompt by the engine's policy, or by the one given (what segments.make_policy takes).
-        Touches nothing; any thread may call it.
+        """Cut a prompt into segments by the engine's policy, or by `policy`; see segments.make_policy. Thread-safe.
 
         Raises:
-            ValueError: no such policy.
-            InvalidRequest: a policy from outside that did not cover the prompt.
+            ValueError: the policy is unknown.
+            InvalidRequest: a custom policy does not cover the prompt.
         """
         chosen = self._policy if policy is None else make_policy(policy)
         return chosen(prompt_view(ids, media, self.tokenizer))
 
     def _with_deadlines(self, request: Request) -> Request:
-        """With the objectives of the engine where it brings none, cut, and with a deadline for each segment."""
+        """The request with the engine's objectives where it has none, and with segments and their deadlines."""
         default = self._slo
         slo = request.slo or default
         slo = SLO(
@@ -229,33 +229,32 @@ class Engine:
         return dataclasses.replace(request, slo=slo, segments=segments)
 
     def _compression(self) -> Compression:
-        """How caches shrink, by the settings."""
+        """The scheduler's settings for compression."""
         schedule = self._schedule
         assert schedule is not None
 
         def compact(source: list[int], rows: int, keep: int, target: list[int]) -> None:
             self._runner.compact(source, rows, keep, target, sinks=SINKS, window=WINDOW)
 
-        return Compression(ratio=schedule.ratio, compact=compact, least=SINKS + WINDOW)
+        return Compression(ratio=schedule.ratio, compact=compact, min_rows=SINKS + WINDOW)
 
-    def count_compilations_from_now(self) -> None:
-        """Compilations are counted by the process: those of rows that start later are no fault of this one's."""
+    def reset_compilation_count(self) -> None:
+        """Count compilations from now on. Counts are per process, so replicas that start later would add to them."""
         self._compiled_at_start = compat.compilations()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached blocks; what runs goes on."""
-        self._scheduler.forget_prefixes()
+        """Clear the prefix cache. Running requests continue."""
+        self._scheduler.clear_prefix_cache()
 
     def close(self) -> None:
-        """Ends the threads of the host tier and removes its files, and ends the processes that follow. Nothing may be
-        asked afterwards."""
+        """End the host tier's threads, remove its files, and stop followers. The engine cannot be used afterwards."""
         if isinstance(self._channel, Front):
             self._channel.close()
         if self._tier is not None:
             self._tier.close()
 
     def abort(self, request_id: str) -> list[Delta]:
-        """Ends a request; its last deltas. Nothing of it runs in the next step. An unknown id is no error."""
+        """Abort a request before the next step, and return its last deltas. Ignores unknown ids."""
         return [self._ended(sequence) for sequence in self._scheduler.abort(request_id)]
 
     @property
@@ -269,18 +268,18 @@ class Engine:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        """Dispatches the next step, then reads the one before it. Returns what that made visible.
+        """Dispatch the next step, then read the previous one and return its deltas.
 
         Raises:
-            EngineError: steps keep failing. The engine is of no more use; the caller ends what is live with `fail`.
+            EngineError: steps keep failing. The engine cannot continue; end its requests with `fail`.
         """
         with compat.no_tracing() if self.config.forbid_tracing else contextlib.nullcontext():
             try:
                 deltas = self._advance()
-            except Exception as error:  # the engine's outermost loop: a failed step must not take the requests with it
+            except Exception as error:  # the engine's outermost loop: requests must survive a failed step
                 logger.exception("step failed")
                 self._failures += 1
-                if self._failures >= MOST_FAILURES:
+                if self._failures >= MAX_FAILURES:
                     raise EngineError(
                         f"{self._failures} steps in a row failed, the last with {type(error).__name__}"
                     ) from error
@@ -291,7 +290,7 @@ class Engine:
     def _advance(self) -> list[Delta]:
         now = time.monotonic()
         plan = self._scheduler.plan(now)
-        self._tell(now)
+        self._record_events(now)
         if plan is not None:
             self.recorder.planned(plan, now)
             if self.config.debug_print_batch:
@@ -299,73 +298,73 @@ class Engine:
             late = bool(self._in_flight) and self._in_flight[-1].is_ready()
             result = self._runner.dispatch(plan)
             if self._in_flight:
-                # Has the step before ended already, the device waits: at the longest since the last result was read.
+                # If the previous step has finished, the device was idle, at most since the last result was read.
                 self._gaps.append(result.dispatched - self._last_ready if late else 0.0)
             self._in_flight.append(result)
-            self._after_slice.append(self._sliced)
-            if self._sliced is not None:
-                self._sliced.unread += 1
-                self._sliced = None
+            self._slices_before.append(self._new_slice)
+            if self._new_slice is not None:
+                self._new_slice.unread += 1
+                self._new_slice = None
             self._stats.steps += 1
             self._stats.real_tokens += plan.num_tokens
             self._stats.padded_tokens += plan.size - plan.num_tokens
         self._encode(wait=not self._in_flight)
         if plan is None and not self._in_flight and self._blocks.swapped:
-            time.sleep(LOADING)  # all that is left to do waits for the host tier
+            time.sleep(SWAP_POLL_SECONDS)  # all remaining work waits for the host tier
         if not self._in_flight or (plan is not None and len(self._in_flight) == 1):
             return []
         return self._read(self._in_flight.popleft())
 
-    def _tell(self, now: float) -> None:
-        """Pauses and preemptions of the plan just made go to the log and into the figures."""
+    def _record_events(self, now: float) -> None:
+        """Record and log the pauses, resumptions and preemptions of the plan just made."""
         events, self._scheduler.events = self._scheduler.events, []
         for event in events:
             self.recorder.event(event, now)
             log_event(event)
 
     def _encode(self, *, wait: bool) -> None:
-        """Dispatches the next slice of the vision tower, if there is one, the last one has ended, and those who decode
-        can spare the time. With `wait`, as there is no step to read meanwhile, waits for that."""
+        """Dispatch the next slice of the vision tower if the last one has finished and decoding sequences keep their
+        objectives. With `wait`, for when no step is in flight, wait for the last slice and dispatch regardless."""
         encoder = self._encoder
         if encoder is None or self._features is None:
             return
         if encoder.busy:
-            call = self._encoding
+            call = self._encoder_call
             assert call is not None
             seconds = self.cost.seconds(call.shape) / encoder.num_slices
             if not (wait or (encoder.is_ready and self._scheduler.may_encode(seconds))):
                 return
             done = encoder.advance()
-            if self._sliced is not None:  # no step was dispatched behind the last slice
+            if self._new_slice is not None:  # no step was dispatched after the last slice
                 call.seconds += encoder.slice_seconds[-1] if wait else math.nan
             if done:
                 self._scheduler.encoded(done)
                 self.recorder.encoded(done, time.monotonic())
                 call.done = True
-                self._learn(call)
+                self._learn_from(call)
         elif batch := self._scheduler.next_batch():
             self.recorder.encoding(batch, time.monotonic())
             encoder.begin(batch, [self._features.cache.rows(span.key) for span in batch])
-            self._encoding = _Encoding(shape=encoder.shape_of(batch))
+            self._encoder_call = _EncoderCall(shape=encoder.shape_of(batch))
         else:
             return
-        self._sliced = self._encoding
+        self._new_slice = self._encoder_call
 
-    def _learn(self, call: "_Encoding") -> None:
-        """What a call of the tower took, once all its slices are accounted for."""
+    def _learn_from(self, call: _EncoderCall) -> None:
+        """Learn the time of an encoder call, once the times of all its slices are known."""
         if call.done and not call.unread and math.isfinite(call.seconds):
             self.cost.observe(call.shape, call.seconds)
-            call.seconds = math.nan  # once
+            call.seconds = math.nan  # do not learn it again
 
     def _read(self, result: StepResult) -> list[Delta]:
         sampled, scored = result.read()
         ready = time.monotonic()
         seconds = ready - max(self._last_ready, result.dispatched)
         self._seconds.append(seconds)
-        if call := self._after_slice.popleft():  # a slice of the vision tower is in its time
+        if call := self._slices_before.popleft():  # the time includes a slice of the vision tower
             call.seconds += max(seconds - self.cost.seconds(result.plan.shape), 0.0)
             call.unread -= 1
-            self._learn(call)
+            self._learn_from(call)
         else:
             self.cost.observe(result.plan.shape, seconds)
         self._last_ready = ready
@@ -389,31 +388,31 @@ class Engine:
         return deltas
 
     def _recover(self) -> None:
-        """A step that raised has lost the donated pool: start from fresh arrays, and compute again what ran."""
+        """After a step that raised, which loses the donated pool: make new arrays and recompute running sequences."""
         self._in_flight.clear()
-        self._after_slice.clear()
-        self._sliced = None
+        self._slices_before.clear()
+        self._new_slice = None
         self._scheduler.reset()
         self._runner.reset()
 
     def fail(self, message: str) -> list[Delta]:
-        """Ends every live request with an error."""
+        """End every live request with an error, and return the last deltas."""
         deltas = []
         self._in_flight.clear()
-        self._after_slice.clear()
+        self._slices_before.clear()
         for sequence in list(self._detokenizers):
             self._scheduler.finish(sequence, "error")
             deltas.append(self._ended(sequence, error=message))
         return deltas
 
-    # -- what clients see ---------------------------------------------------------------------------------------------
+    # -- deltas -------------------------------------------------------------------------------------------------------
 
     def _delta(self, accepted: Accepted, found: np.ndarray | None) -> Delta | None:
         sequence, token = accepted.row.sequence, accepted.token
         params = sequence.request.params
         if sequence.finish_reason == "error":
             self._stats.corrupted_requests += 1
-            return self._ended(sequence, error="the model produced logits that are not numbers")
+            return self._ended(sequence, error="the model produced NaN logits")
         if token is None:
             return self._ended(sequence) if sequence.finish_reason is not None else None
         self._stats.generation_tokens += 1
@@ -440,14 +439,14 @@ class Engine:
         )
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Ends a sequence for what only the engine sees. Overrules an end by length that the same step brought."""
+        """End a sequence for a reason that only the engine detects. Overrides an end by length in the same step."""
         self._scheduler.finish(sequence, reason, stop_reason)
         if reason == "error":
-            self._scheduler.forget_prefixes()  # it may have ended before: what it left in the cache may be no numbers
+            self._scheduler.clear_prefix_cache()  # its cached blocks may hold NaN, even if it had already ended
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def _ended(self, sequence: Sequence, *, text="", token_ids=(), logprobs=(), error=None) -> Delta:
-        """The last delta of a sequence, with what its detokenizer held back."""
+        """The last delta of a sequence, with the text that its detokenizer held back."""
         self.recorder.finished(sequence, time.monotonic())
         rest = self._detokenizers.pop(sequence).finish()
         assert sequence.finish_reason is not None
@@ -470,8 +469,7 @@ class Engine:
         return delta
 
     def _collect_prompt_logprobs(self, accepted: Accepted, scored: np.ndarray) -> None:
-        """Takes the logprobs of prompt tokens start+1 and on, those that an earlier, preempted run took already left
-        out."""
+        """Collect the logprobs of prompt tokens start+1 and on, except those collected before a preemption."""
         row = accepted.row
         request = row.sequence.request
         taken = self._prompt_logprobs[request.id]
@@ -484,8 +482,8 @@ class Engine:
             taken.append(token_logprob(scored[position - row.start], wanted))
 
     def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-        """Handed out once, with the first delta of the first continuation, unless that ended before its prefill was
-        done. Also where a request's prefill is counted."""
+        """Return prompt logprobs with the first delta of the first continuation, unless it ended before its prefill was
+        done; otherwise None. Also counts the request's prompt tokens."""
         request = sequence.request
         if sequence.index or request.id in self._prefilled or sequence.finish_reason in ("abort", "error"):
             return None
@@ -495,7 +493,7 @@ class Engine:
         return None if found is None else tuple(found)
 
     def stats(self) -> EngineStats:
-        """A snapshot; any thread may call it."""
+        """A snapshot of the statistics. Thread-safe."""
         encoder: dict[str, Any] = {}
         if self._encoder is not None and self._features is not None:
             encoder = {
@@ -531,8 +529,7 @@ class Engine:
 
 
 def check_media(request: Request, vision: VisionInputs, features: Features) -> None:
-    """Raises InvalidRequest when images and placeholders of a request do not belong together, or one of them can
-    never be encoded."""
+    """Raise InvalidRequest if a request's images and placeholders do not match, or an image can never be encoded."""
     placeholders = {vision.config.image_token_id: "image", vision.config.video_token_id: "video"}
     at = 0
     for span in request.media:
@@ -541,12 +538,12 @@ def check_media(request: Request, vision: VisionInputs, features: Features) -> N
             token != expected for token in request.prompt_ids[span.start : span.stop]
         ):
             raise InvalidRequest(
-                f"the {span.modality} at tokens {span.start} to {span.stop} of the prompt does not stand in place of "
-                f"{span.length} placeholders",
+                f"the {span.modality} at tokens {span.start} to {span.stop} of the prompt must replace exactly "
+                f"{span.length} placeholder tokens",
                 param="messages",
             )
-        if stray := placeholders.keys() & request.prompt_ids[at : span.start]:
-            raise _stray(placeholders[stray.pop()])
+        if unmatched := placeholders.keys() & request.prompt_ids[at : span.start]:
+            raise _unmatched_placeholder(placeholders[unmatched.pop()])
         at = span.stop
         if not features.cache.fits(span.length):
             raise InvalidRequest(
@@ -554,22 +551,22 @@ def check_media(request: Request, vision: VisionInputs, features: Features) -> N
                 f"{features.cache.capacity}: send a smaller one, or raise --encoder-cache-tokens",
                 param="messages",
             )
-        if span.num_patches > features.most_patches:
+        if span.num_patches > features.max_patches:
             raise InvalidRequest(
-                f"an image of {span.num_patches} patches is larger than this server encodes, which is "
-                f"{features.most_patches}: send a smaller one, or raise --max-pixels",
+                f"an image of {span.num_patches} patches is above the limit of {features.max_patches}: send a smaller "
+                "one, or raise --max-pixels",
                 param="messages",
             )
-    if stray := placeholders.keys() & request.prompt_ids[at:]:
-        raise _stray(placeholders[stray.pop()])
+    if unmatched := placeholders.keys() & request.prompt_ids[at:]:
+        raise _unmatched_placeholder(placeholders[unmatched.pop()])
 
 
-def _stray(modality: str) -> InvalidRequest:
-    return InvalidRequest(f"the prompt has a placeholder token of an {modality} that was not given", param="prompt")
+def _unmatched_placeholder(modality: str) -> InvalidRequest:
+    return InvalidRequest(f"the prompt has {modality} placeholder tokens without {modality} input", param="prompt")
 
 
 def token_logprob(found: np.ndarray, top: int) -> TokenLogprob:
-    """A row of a head's result (functions.head) as a TokenLogprob with `top` alternatives."""
+    """Convert a row of a head's result (functions.head) to a TokenLogprob with `top` alternatives."""
     alternatives = (len(found) - 2) // 2
     floats = found.view(np.float32)
     ids = found[2 : 2 + top].tolist()

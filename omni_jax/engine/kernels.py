@@ -1,11 +1,11 @@
-"""Which kernels an engine runs: chosen for the model and the device, tried once, and what came of it."""
+"""Choice of an engine's attention kernels: by model and device, after a self-test."""
 
 import logging
 from typing import Any
 
 from kernels_pallas.paged_attention import PagedKernels
 from kernels_pallas.paged_attention.choose import choose
-from kernels_pallas.paged_attention.self_test import BrokenDevice, self_test, without
+from kernels_pallas.paged_attention.self_test import BrokenDevice, replace_failed, self_test
 from omni_jax.models import ModelConfig
 from omni_jax.requests import EngineError
 
@@ -13,21 +13,21 @@ logger = logging.getLogger(__name__)
 
 
 def choose_kernels(
-    asked: str, model: ModelConfig, device: Any, *, block_size: int, dtype: Any, kv_cache_dtype: str
+    backend: str, model: ModelConfig, device: Any, *, block_size: int, dtype: Any, kv_cache_dtype: str
 ) -> tuple[PagedKernels, tuple[str, ...]]:
-    """Implementations of attention over the cache, and why those are XLA's that ought not to be.
+    """Choose the implementations of attention over the cache. Returns them, and the reasons for fallbacks to XLA.
 
     Args:
-        asked: EngineConfig.attention_backend. What is asked for by its name works or is an error.
-        model: whose heads count.
+        backend: EngineConfig.attention_backend. Only "auto" may fall back to XLA; a named backend works or raises.
+        model: config of one device's part of the model.
         device: a jax.Device.
-        block_size: tokens of a block.
-        dtype: of weights and cache.
+        block_size: tokens per block.
+        dtype: dtype of weights and activations.
         kv_cache_dtype: "auto" or "int8".
 
     Raises:
-        ValueError: what is asked for does not support the model or the device.
-        EngineError: it does, but has failed its self-test; or any kernel has left the device unusable.
+        ValueError: a named backend does not support the model or the device.
+        EngineError: a named backend failed its self-test, or a kernel left the device unusable.
     """
     kernels, fallbacks = choose(
         platform=device.platform,
@@ -39,7 +39,7 @@ def choose_kernels(
         kv_heads=model.num_key_value_heads,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
-        asked=asked,
+        backend=backend,
     )
     try:
         failures = self_test(
@@ -53,12 +53,14 @@ def choose_kernels(
         )
     except BrokenDevice as error:
         raise EngineError(str(error)) from error
-    if failures and asked != "auto":
-        told = "; ".join(f"{op}: {fault}" for op, fault in failures.items())
-        raise EngineError(f"attention backend {asked!r} failed its self-test on this device, use auto or xla; {told}")
+    if failures and backend != "auto":
+        faults = "; ".join(f"{op}: {fault}" for op, fault in failures.items())
+        raise EngineError(
+            f"attention backend {backend!r} failed its self-test on this device: {faults}. Use auto or xla instead"
+        )
     fallbacks += tuple(f"{op} uses XLA, as a kernel failed its self-test: {fault}" for op, fault in failures.items())
     for fallback in fallbacks:
-        logger.warning("SLOWER THAN IT SHOULD BE: %s", fallback)
-    kernels = without(kernels, failures)
+        logger.warning("attention is slower than it could be: %s", fallback)
+    kernels = replace_failed(kernels, failures)
     logger.info("attention: decode %s, mixed %s, write %s", kernels.decode, kernels.mixed, kernels.write)
     return kernels, fallbacks

@@ -1,4 +1,4 @@
-"""The Python interface: texts in, texts out, for scripts and for many rows offline."""
+"""LLM, the Python interface for scripts and offline batches."""
 
 import collections
 import dataclasses
@@ -10,26 +10,26 @@ from typing import Any, cast
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
-from omni_jax.engine.loading import Progress
-from omni_jax.engine.replicas import Replicas
+from omni_jax.engine.replicas import ReplicatedEngine
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, modalities_of, pack_part
+from omni_jax.progress import StageReport
 from omni_jax.requests import Completion, Delta, InvalidRequest, Request, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
-QUEUED = 2  # requests handed to the engine at once, in multiples of its batch: rows may be millions
+MAX_QUEUED_BATCHES = 2  # maximum continuations in the engine, in multiples of its batch; a list may have millions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """How likely a text is under the model.
+    """Log-probabilities of a text under the model.
 
     Attributes:
-        token_ids: of the text.
-        logprobs: natural logarithm of each token's probability given those before it; None for the first.
+        token_ids: tokens of the text.
+        logprobs: natural logarithm of each token's probability given the tokens before it; None for the first.
     """
 
     token_ids: tuple[int, ...]
@@ -37,17 +37,17 @@ class Score:
 
     @property
     def num_scored(self) -> int:
-        """Tokens that have a logprob: all but the first."""
+        """Number of tokens with a logprob: all except the first."""
         return len(self.logprobs) - 1
 
     @property
     def total(self) -> float:
-        """Log-probability of the text after its first token; 0 for a text of one token."""
+        """Log-probability of the text after its first token; 0 for one token."""
         return sum(logprob for logprob in self.logprobs if logprob is not None)
 
     @property
     def mean_nll(self) -> float:
-        """Mean negative log-likelihood a scored token; not a number for a text of one token."""
+        """Mean negative log-likelihood per scored token; NaN for one token."""
         return -self.total / self.num_scored if self.num_scored else float("nan")
 
 
@@ -57,21 +57,21 @@ class LLM:
         llm = LLM("models/SmolLM2-135M-Instruct")
         print(llm.chat([[{"role": "user", "content": "Why is the sky blue?"}]])[0].outputs[0].text)
 
-    Outputs come in the order of the inputs, whatever the order of their ends.
+    Outputs are in the order of the inputs.
 
     Args:
         model_dir: a Hugging Face directory.
-        progress: called with (stage, done, total, detail) while loading and compiling.
+        progress: called with (stage, done, total, current item) while loading and compiling.
         options: fields of EngineConfig, such as max_model_len=4096 or dtype="bfloat16".
     """
 
-    def __init__(self, model_dir: Path | str, *, progress: Progress | None = None, **options: Any):
+    def __init__(self, model_dir: Path | str, *, progress: StageReport | None = None, **options: Any):
         config = EngineConfig(model_dir=model_dir, **options)
-        self.engine = (Engine if config.data_parallel_size == 1 else Replicas)(config, progress)
-        self._rows = config.data_parallel_size
+        self.engine = (Engine if config.data_parallel_size == 1 else ReplicatedEngine)(config, progress)
+        self._num_replicas = config.data_parallel_size
         self.info, self.tokenizer = self.engine.info, self.engine.tokenizer
         self._names = itertools.count()
-        self._deltas: dict[str, collections.deque[Delta]] = {}  # of each live request, until its caller reads them
+        self._deltas: dict[str, collections.deque[Delta]] = {}  # unread deltas by id of a live request
 
     def __enter__(self) -> "LLM":
         return self
@@ -80,8 +80,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends threads and other processes, and removes files of a swap directory. Nothing may be asked afterwards.
-        `with LLM(...) as llm:` does it too."""
+        """End threads and other processes, and remove files of a swap directory. The LLM cannot be used afterwards.
+        `with LLM(...) as llm:` does this too."""
         self.engine.close()
 
     def generate(
@@ -89,14 +89,14 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continues texts (or lists of token ids).
+        """Continue texts or lists of token ids.
 
         Args:
-            prompts: one or many.
-            params: one for all, or one each; by default the model's own, and 16 tokens.
+            prompts: one prompt or several.
+            params: sampling parameters for all prompts, or one per prompt. Default: the model's, with 16 tokens.
 
         Raises:
-            InvalidRequest: a prompt or its parameters cannot be run; nothing has been generated then.
+            InvalidRequest: a prompt or its parameters are invalid. Nothing is generated then.
         """
         return list(self._outputs([self._raw(prompt) for prompt in _many(prompts)], params))
 
@@ -106,7 +106,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers conversations through the model's chat template; `template` goes to Tokenizer.render_chat.
+        """Answer conversations through the model's chat template. `template` is passed to Tokenizer.render_chat.
 
         Parts of a message may be images, {"type": "image", "image": ...} with a Pillow image, an array, a file's
         bytes or its path, and video, {"type": "video", "video": ...} with a file's bytes, its path or a list of frames.
@@ -116,7 +116,7 @@ class LLM:
         return list(self._outputs(prompts, params))
 
     def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
-        """Log-probabilities of given texts; nothing is generated, and the vocabulary never leaves the device."""
+        """Compute log-probabilities of texts. Generates nothing; whole logits never leave the device."""
         params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
         outputs = self._outputs([self._raw(text) for text in _many(texts)], params)
         scores = []
@@ -127,7 +127,7 @@ class LLM:
         return scores
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one answer, piece by piece. A list of messages goes through the chat template."""
+        """Yield the text of one answer piece by piece. A list of messages is rendered by the chat template."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             rendered = self._rendered(cast(Messages, prompt), {})
         else:
@@ -159,7 +159,7 @@ class LLM:
         if vision is None:
             return RenderedPrompt(ids=tuple(self.tokenizer.render_chat(messages, **template)))
         parts = media_parts(messages, modalities=modalities_of(self.tokenizer, vision.config))
-        items = [pack_part(part, vision.settings, _at_hand(part)) for part in parts]
+        items = [pack_part(part, vision.settings, _source(part)) for part in parts]
         return chat_prompt(self.tokenizer, vision.config, messages, items, **template)
 
     def _request(self, prompt: RenderedPrompt, params: SamplingParams) -> Request:
@@ -181,7 +181,7 @@ class LLM:
         unfinished = 0  # continuations in the engine
         try:
             while waiting or unfinished:
-                while waiting and unfinished < QUEUED * self._rows * self.info.max_num_seqs:
+                while waiting and unfinished < MAX_QUEUED_BATCHES * self._num_replicas * self.info.max_num_seqs:
                     unfinished += waiting[0].params.n
                     self._add(waiting.popleft())
                 unfinished -= sum(d.finish_reason is not None for d in self._step() if d.request_id in own)
@@ -196,7 +196,7 @@ class LLM:
         self._deltas[request.id] = collections.deque()
 
     def _step(self) -> list[Delta]:
-        """One step of the engine. It may compute for several callers: a stream can be left for a while and read on."""
+        """Run one step of the engine and store its deltas, which may belong to several callers such as open streams."""
         deltas = self.engine.step()
         for delta in deltas:
             if delta.request_id in self._deltas:
@@ -204,13 +204,13 @@ class LLM:
         return deltas
 
     def _drop(self, request: Request) -> None:
-        """Ends a request whose caller wants no more of it; does nothing when it has ended."""
+        """Forget a request, and abort it if it has not ended."""
         self.engine.abort(request.id)
         self._deltas.pop(request.id, None)
 
 
-def _at_hand(part: MediaPart) -> Any:
-    """The source of a part, with files read."""
+def _source(part: MediaPart) -> Any:
+    """The source of a part, with the contents of files."""
     if isinstance(part.source, list | tuple):
         return [_read(frame, part.where) if isinstance(frame, str | Path) else frame for frame in part.source]
     return _read(part.source, part.where) if isinstance(part.source, str | Path) else part.source
@@ -218,7 +218,7 @@ def _at_hand(part: MediaPart) -> Any:
 
 def _read(path: str | Path, where: str) -> bytes:
     if str(path).startswith(("http://", "https://", "data:")):
-        raise InvalidRequest(f"{where}: nothing is fetched here: give a file's path or its bytes", param="messages")
+        raise InvalidRequest(f"{where}: LLM does not fetch URLs: give a file's path or its bytes", param="messages")
     return Path(path).read_bytes()
 
 

@@ -1,10 +1,9 @@
-"""From a model directory to a runner: dtype, limits, the size of the KV cache."""
+"""Loading of an engine from a model directory: dtype, limits, size of the KV cache, compiled programs."""
 
 import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from checkpoints.reader import Checkpoint
 from kernels_pallas.paged_attention import PagedKernels
-from kernels_pallas.paged_attention.choose import addressable
+from kernels_pallas.paged_attention.choose import addressable_pages
 from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.kernels import choose_kernels
@@ -24,17 +23,16 @@ from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.memory import EncoderCache
 from omni_jax.models import ModelConfig, VisionConfig, Weights, load_weights, model_config
 from omni_jax.models.axis import MODEL
+from omni_jax.progress import StageReport
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
 from omni_jax.runtime.executables import Job, compile_all
-from omni_jax.runtime.processes import Follower, Front, Group, join, meet
+from omni_jax.runtime.processes import Follower, Front, Group, join, wait_until_all_compiled
 from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, part_of, replica_meshes, sharding_of
 from omni_jax.runtime.state import block_bytes, round_pages
 from omni_jax.scheduling import default_buckets, patch_buckets
 
 logger = logging.getLogger(__name__)
 
-# (stage, done, total, detail): stages are "load" (bytes) and "compile" (executables).
-Progress = Callable[[str, int, int, str], None]
 
 GIB = 1 << 30
 ENCODER_CACHE_TOKENS = 8192
@@ -43,8 +41,7 @@ DEFAULT_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Everything an engine is made of. `vision` is None for a model that reads text only, `channel` where one process
-    has the whole model."""
+    """The parts of an engine. `vision` is None for a text-only model, `channel` is None in a single process."""
 
     info: EngineInfo
     tokenizer: Tokenizer
@@ -55,12 +52,12 @@ class Loaded:
     channel: Front | Follower | None = None
 
 
-def load(config: EngineConfig, progress: Progress | None = None, replica: int = 0) -> Loaded:
-    """Loads, sizes and compiles, on the devices of a replica.
+def load(config: EngineConfig, progress: StageReport | None = None, replica: int = 0) -> Loaded:
+    """Load, size and compile a model on the devices of a replica.
 
     Raises:
-        CheckpointError, UnsupportedModel: the directory is not usable.
-        ValueError: the settings do not fit the model or the memory; the numbers are in the message.
+        CheckpointError, UnsupportedModel: the directory cannot be used.
+        ValueError: the settings do not fit the model, the devices or the memory.
     """
     report = progress or (lambda *_: None)
     compat.use_compilation_cache(Path(config.compilation_cache_dir or _default_cache()))
@@ -70,15 +67,15 @@ def load(config: EngineConfig, progress: Progress | None = None, replica: int = 
     mesh = replica_meshes(whole)[replica]
     if channel is not None and mesh.size != len(jax.devices()):
         raise ValueError(
-            f"{config.num_processes} processes have {len(jax.devices())} devices, and all of them share the model: "
-            f"give --tensor-parallel-size {len(jax.devices())}, not {mesh.size}"
+            f"{config.num_processes} processes have {len(jax.devices())} devices, which must all share the model: give "
+            f"--tensor-parallel-size {len(jax.devices())}, not {mesh.size}"
         )
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     checkpoint = Checkpoint(config.model_dir)
     tokenizer = Tokenizer.from_directory(Path(config.model_dir), chat_template=config.chat_template)
     vision = _vision(config, model_config(checkpoint.config).vision)
     if vision is not None and channel is not None:
-        raise ValueError("models that read images run in one process only: leave out --num-processes")
+        raise ValueError("models that read images can only run in one process: leave out --num-processes")
     dtype = _dtype(config.dtype, model_config(checkpoint.config).dtype)
     model, weights = load_weights(
         checkpoint,
@@ -104,18 +101,18 @@ def load(config: EngineConfig, progress: Progress | None = None, replica: int = 
     )
     runner_config = _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels)
     if channel is not None:
-        runner_config = _settled(channel, model, runner_config)
+        runner_config = _agree(channel, model, runner_config)
         kernels = runner_config.kernels
     runner = Runner(model, weights, runner_config, mesh)
 
     compiled, hits, begin = compat.compilations(), compat.cache_hits(), time.perf_counter()
 
-    def compiled_one(executable, done, total):
+    def on_compiled(executable, done, total):
         name = " ".join(map(str, executable.key))
         logger.info("compiled %-16s %6.2f s", name, executable.seconds)
         report("compile", done, total, name)
 
-    executables = runner.start(compiled_one, (lambda: None) if channel is None else meet)
+    executables = runner.start(on_compiled, (lambda: None) if channel is None else wait_until_all_compiled)
     seconds, hits = time.perf_counter() - begin, compat.cache_hits() - hits
     logger.info(
         "%d executables ready in %.1f s, %d of %d programs from the compilation cache",
@@ -125,7 +122,7 @@ def load(config: EngineConfig, progress: Progress | None = None, replica: int = 
         compat.compilations() - compiled,
     )
     if isinstance(channel, Front):
-        runner.tell = channel.tell
+        runner.broadcast = channel.broadcast
     info = EngineInfo(
         model_dir=str(config.model_dir),
         architecture=model.architecture,
@@ -162,7 +159,7 @@ def load(config: EngineConfig, progress: Progress | None = None, replica: int = 
 
 
 def _join(config: EngineConfig) -> Front | Follower | None:
-    """The other processes that share the model, where there are any."""
+    """Connect to the other processes that share the model, if there are any."""
     if config.num_processes == 1:
         return None
     assert config.coordinator_address is not None
@@ -175,8 +172,8 @@ def _join(config: EngineConfig) -> Front | Follower | None:
     )
 
 
-def _settled(channel: Front | Follower, model: ModelConfig, config: RunnerConfig) -> RunnerConfig:
-    """Sizes and kernels that all processes can have: the smallest cache, and XLA where not all take the same kernel.
+def _agree(channel: Front | Follower, model: ModelConfig, config: RunnerConfig) -> RunnerConfig:
+    """The config with sizes and kernels that suit all processes: the smallest cache, and XLA if kernels differ.
 
     Raises:
         ValueError: processes were started with different settings or models.
@@ -188,30 +185,35 @@ def _settled(channel: Front | Follower, model: ModelConfig, config: RunnerConfig
         "max_model_len": config.max_model_len,
         "same": {"model": repr(model), "settings": repr(same), "end of text": sorted(config.eos_token_ids)},
     }
-    settled = channel.settle(proposal, _agree)
+    agreed = channel.agree(proposal, _combine)
     return dataclasses.replace(
         config,
-        kernels=PagedKernels(**settled["kernels"]),
-        num_pages=settled["num_pages"],
-        max_model_len=settled["max_model_len"],
+        kernels=PagedKernels(**agreed["kernels"]),
+        num_pages=agreed["num_pages"],
+        max_model_len=agreed["max_model_len"],
     )
 
 
-def _agree(proposals: list[dict[str, Any]]) -> dict[str, Any]:
+def _combine(proposals: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the proposals of all processes, the front's first."""
     first = proposals[0]
     for number, proposal in enumerate(proposals):
         for name, value in first["same"].items():
             if proposal["same"][name] != value:
                 raise ValueError(
-                    f"process {number} was started with another {name} than the front: "
-                    f"{proposal['same'][name]} in place of {value}; give all processes the same model and flags"
+                    f"process {number} and the front have different {name}: {proposal['same'][name]} and {value}; give "
+                    "all processes the same model and flags"
                 )
     kernels = {
         op: name if all(proposal["kernels"][op] == name for proposal in proposals) else "xla"
         for op, name in first["kernels"].items()
     }
     if kernels != first["kernels"]:
-        logger.warning("SLOWER THAN IT SHOULD BE: not all processes can take %s: %s", first["kernels"], kernels)
+        logger.warning(
+            "attention is slower than it could be: not all processes can use the kernels %s, so they use %s",
+            first["kernels"],
+            kernels,
+        )
     return {
         "kernels": kernels,
         "num_pages": min(proposal["num_pages"] for proposal in proposals),
@@ -220,7 +222,7 @@ def _agree(proposals: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _vision(config: EngineConfig, model: VisionConfig | None) -> VisionInputs | None:
-    """How images become patches, for a model that reads them."""
+    """Settings that turn images into patches; None for a text-only model."""
     if model is None:
         return None
     settings = VisionSettings.from_directory(Path(config.model_dir), max_pixels=config.max_pixels)
@@ -245,7 +247,7 @@ def _encoder(config: EngineConfig, vision: VisionInputs, device) -> EncoderConfi
 
 
 def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels) -> RunnerConfig:
-    """Limits of the batch and the size of the cache. `device` is one of the mesh's that this process has."""
+    """Limits of the batch and size of the cache. `device` is a device of the mesh in this process."""
     on_cpu = device.platform == "cpu"
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     budget = _budget(config, device, max_num_seqs)
@@ -255,7 +257,8 @@ def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, k
     wanted = config.max_model_len or model.max_position_embeddings
     if wanted > model.max_position_embeddings:
         raise ValueError(
-            f"max_model_len {wanted} is more than the {model.max_position_embeddings} positions the model was made for"
+            f"max_model_len {wanted} is more than the model's {model.max_position_embeddings} positions: lower "
+            "--max-model-len"
         )
     buckets = default_buckets(
         max_num_seqs=max_num_seqs,
@@ -278,27 +281,29 @@ def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, k
         kernels=kernels,
     )
     per_block = block_bytes(model, block_size=block_size, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
-    per_block //= mesh.shape[MODEL]  # a device has its KV heads of every block
+    per_block //= mesh.shape[MODEL]  # each device holds its KV heads of every block
     memory = config.kv_cache_memory_bytes or _cache_bytes(config, model, weights, sizes, mesh, device)
     longest = -(-wanted // block_size)
-    # Rounded up what is needed, and down what there is room for: a cache that is just large enough stays large enough.
+    # Round the need up and the room down, so that a cache that is just large enough stays large enough.
     num_pages = min(round_pages(memory // per_block), round_pages(max_num_seqs * longest + 1, up=True))
     page = part_of(model, mesh.shape[MODEL]).num_key_value_heads, block_size, model.head_dim
-    num_pages = round_pages(addressable(kernels, num_pages, page, quantised=config.kv_cache_dtype == "int8"))
+    num_pages = round_pages(addressable_pages(kernels, num_pages, page, quantised=config.kv_cache_dtype == "int8"))
     held = (num_pages - 1) * block_size
     if held < (config.max_model_len or 1):
         needed = round_pages(longest + 1, up=True) * per_block
         raise ValueError(
-            f"a KV cache of {memory:,} bytes holds {max(0, held)} tokens, max_model_len is {wanted}: give "
+            f"a KV cache of {memory:,} bytes holds {max(0, held)} tokens, but max_model_len is {wanted}: give "
             f"--kv-cache-memory-bytes {needed} or more, or lower --max-model-len"
         )
     max_model_len = min(wanted, held)
     if max_model_len < wanted:
         logger.warning(
-            "max_model_len is %d, all the KV cache holds; the model knows %d positions", max_model_len, wanted
+            "max_model_len is lowered from %d to %d, the number of tokens that the KV cache holds",
+            wanted,
+            max_model_len,
         )
     logger.info(
-        "KV cache: %d blocks of %d tokens = %d tokens, %.2f GB, %.1f sequences of %d tokens",
+        "KV cache: %d blocks of %d tokens = %d tokens, %.2f GB per device, room for %.1f sequences of %d tokens",
         num_pages - 1,
         block_size,
         held,
@@ -320,30 +325,30 @@ def _budget(config: EngineConfig, device, max_num_seqs: int) -> int:
 
 
 def _cache_bytes(config: EngineConfig, model: ModelConfig, weights: Weights, sizes: RunnerConfig, mesh, device) -> int:
-    """Bytes of a device that the cache may take."""
+    """Bytes per device that are available for the cache."""
     if device.platform == "cpu":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-        # Its devices, and the other rows', have one memory.
+        # All virtual devices, those of other replicas too, share the host's memory.
         return min(2 * GIB, free // config.data_parallel_size) // config.tensor_parallel_size
     limit = device.memory_stats()["bytes_limit"]
-    total = int(limit / config.gpu_memory_utilization)  # the allocator was given that share before JAX was imported
+    total = int(limit / config.gpu_memory_utilization)  # the allocator got this share before JAX was imported
     runner = Runner(model, weights, dataclasses.replace(sizes, num_pages=16), mesh)
     needs = {"weights": bytes_per_device(weights.arrays)} | _needs(runner)
     left = limit - sum(needs.values())
     if left <= 0:
         listed = ", ".join(f"{name} {size:,}" for name, size in needs.items())
         raise ValueError(
-            f"no room for a KV cache: the device has {total:,} bytes, {config.gpu_memory_utilization} of which are "
-            f"{limit:,}; there go {listed}"
+            f"no room for a KV cache: the engine may use {limit:,} of the device's {total:,} bytes "
+            f"(--gpu-memory-utilization {config.gpu_memory_utilization}), and needs {listed}"
         )
     return left
 
 
 def _needs(runner: Runner) -> dict[str, int]:
-    """Bytes of a device that an engine takes besides its weights and its cache.
+    """Bytes per device that an engine needs besides weights and cache.
 
-    What programs take for themselves does not depend on the pages there are. Only the largest of each kind are
-    compiled; those that do not touch the cache need not be compiled again, as the compilation cache has them then.
+    The memory of programs does not depend on the number of pages. Only the largest program of each kind is compiled.
+    Programs without the cache as an argument are then in the compilation cache for the start.
     """
     jobs = runner.jobs()
     largest: dict[tuple[str, ...], tuple[int, Job]] = {}
@@ -358,7 +363,7 @@ def _needs(runner: Runner) -> dict[str, int]:
     needs = {
         "state of sequences": bytes_per_device(state),
         "temporaries of a step": max(each.temp_size_in_bytes for each in analyses),
-        # Those of the step that is read and of the one that is computed; what is donated is no new memory.
+        # One step is read while the next is computed. Donated arguments need no new memory.
         "results of two steps": 2 * max(each.output_size_in_bytes - each.alias_size_in_bytes for each in analyses),
     }
     if runner.encoder is not None:
@@ -366,18 +371,18 @@ def _needs(runner: Runner) -> dict[str, int]:
     return needs
 
 
-def _dtype(asked: str, stored: str) -> np.dtype:
-    if asked not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype must be auto, float32 or bfloat16, got {asked!r}")
-    chosen = asked if asked != "auto" else stored.removeprefix("torch.")
+def _dtype(wanted: str, stored: str) -> np.dtype:
+    if wanted not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"dtype must be auto, float32 or bfloat16, got {wanted!r}")
+    chosen = wanted if wanted != "auto" else stored.removeprefix("torch.")
     if chosen == "float16":
-        logger.info("the checkpoint is float16, which this engine computes as bfloat16")
+        logger.info("converting the float16 checkpoint to bfloat16")
         chosen = "bfloat16"
     return np.dtype(jnp.dtype(chosen))
 
 
 def _eos(generation: dict, config: dict, tokenizer: Tokenizer) -> frozenset[int]:
-    """Every id that ends a text: those of generation_config.json, else of config.json, else the tokenizer's."""
+    """Ids that end a text: from generation_config.json, otherwise config.json, otherwise the tokenizer."""
     for found in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer.eos_token_id):
         if found is not None:
             return frozenset(found if isinstance(found, list) else [found])
@@ -385,7 +390,7 @@ def _eos(generation: dict, config: dict, tokenizer: Tokenizer) -> frozenset[int]
 
 
 def _default_sampling(generation: dict) -> dict[str, Any]:
-    """Sampling defaults of the model; one that says it does not sample has none."""
+    """Sampling defaults of the model; none if its do_sample is false."""
     if generation.get("do_sample") is False:
         return {}
     return {name: generation[name] for name in DEFAULT_SAMPLING if generation.get(name) is not None}

@@ -1,8 +1,8 @@
-"""The replicas of an engine: each is an Engine in its own thread, and one front hands requests to them.
+"""Replicas of an engine, each an Engine in its own thread, and a dispatcher that distributes requests to them.
 
-A request goes to one replica and stays there. The router picks the replica that last served the longest prefix of the
-prompt, unless that replica has too much to do; otherwise it picks the least loaded one. Replicas share nothing: each has
-its own devices, weights, pool and scheduler.
+A request stays on one replica. The router picks the replica that last served the longest prefix of the prompt, unless
+that replica is overloaded; otherwise it picks the least loaded one. Replicas share nothing: each has its own devices,
+weights, pool and scheduler.
 """
 
 import collections
@@ -19,8 +19,8 @@ from typing import Any
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
-from omni_jax.engine.loading import Progress
 from omni_jax.engine.stats import EngineStats, total
+from omni_jax.progress import StageReport
 from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Unavailable
 from omni_jax.requests.segment import Segment
 from omni_jax.scheduling.router import LeastLoaded, PrefixAware, Router
@@ -28,93 +28,95 @@ from omni_jax.telemetry.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-Order = Callable[[Engine], list[Delta]]
+Task = Callable[[Engine], list[Delta]]
 
-OUTPUT = 256  # tokens that a continuation is taken to become at most, when replicas are compared
+MAX_EXPECTED_OUTPUT = 256  # upper limit of the output length assumed for a continuation in a replica's load
 
 
 class Replica:
-    """One replica: an Engine that steps in a thread of its own.
+    """An Engine that runs in its own thread.
 
     Attributes:
-        index: which replica it is.
-        ready: done when the engine can take requests; has whatever loading raised.
-        engine: there from then on.
-        dead: why the engine has stopped; None as long as it goes on.
+        index: number of the replica.
+        ready: done when the engine can take requests; holds the exception if loading fails.
+        engine: the engine; None until it is ready.
+        failure: why the engine stopped; None while it runs.
     """
 
     def __init__(
         self,
         index: int,
         config: EngineConfig,
-        progress: Progress | None,
+        progress: StageReport | None,
         *,
-        post: Callable[[list[Delta]], None],
-        died: Callable[["Replica", str], None],
+        on_deltas: Callable[[list[Delta]], object],
+        on_failure: Callable[["Replica", str], object],
     ):
-        """The replica's thread calls `post` with new deltas, and `died` when its engine has failed."""
-        self.index, self.engine, self.dead = index, None, None
+        """The replica's thread calls `on_deltas` with new deltas, and `on_failure` if its engine fails."""
+        self.index, self.engine, self.failure = index, None, None
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._config, self._progress, self._post, self._died = config, progress, post, died
-        self._orders: collections.deque[Order] = collections.deque()
+        self._config, self._progress, self._on_deltas, self._on_failure = config, progress, on_deltas, on_failure
+        self._tasks: collections.deque[Task] = collections.deque()
         self._wake = threading.Event()
         self._stopping = False
         self._progressed = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     engine: Engine | None
-    dead: str | None
+    failure: str | None
 
     def start(self) -> None:
-        """Loads and compiles, in the replica's thread."""
+        """Load and compile in the replica's thread."""
         self._thread.start()
 
-    def alive(self) -> Engine:
+    def running_engine(self) -> Engine:
         """The engine.
 
         Raises:
             EngineError: it has stopped.
             Unavailable: it has not started.
         """
-        if self.dead is not None:
-            raise EngineError(self.dead)
+        if self.failure is not None:
+            raise EngineError(self.failure)
         if self.engine is None:
             raise Unavailable("the engine has not started")
         return self.engine
 
-    def order(self, order: Order) -> None:
-        """Has something done between two steps, in the replica's thread."""
-        self._orders.append(order)
+    def submit(self, task: Task) -> None:
+        """Run a task in the replica's thread, between two steps."""
+        self._tasks.append(task)
         self._wake.set()
 
     @property
     def num_waiting(self) -> int:
-        return (self.engine.num_waiting if self.engine else 0) + len(self._orders)
+        return (self.engine.num_waiting if self.engine else 0) + len(self._tasks)
 
     def check_health(self) -> None:
-        """Raises EngineError when the engine has stopped, or hangs."""
-        engine, still = self.alive(), time.monotonic() - self._progressed
-        if (engine.has_work or self._orders) and still > self._config.hang_seconds:
-            raise EngineError(f"the engine has made no progress for {still:.0f} s")
+        """Raise EngineError if the engine has stopped or hangs."""
+        engine, seconds = self.running_engine(), time.monotonic() - self._progressed
+        if (engine.has_work or self._tasks) and seconds > self._config.hang_seconds:
+            raise EngineError(f"the engine has made no progress for {seconds:.0f} s")
 
     def stop(self) -> None:
-        """Has the thread end, once it has done what it was ordered."""
+        """End the thread after the submitted tasks."""
         self._stopping = True
         self._wake.set()
 
     def join(self) -> None:
-        """Waits until the thread has ended."""
+        """Wait until the thread has ended."""
         if self._thread.ident is not None:
             self._thread.join()
 
-    def bury(self, reason: str) -> list[Delta]:
-        """Last deltas of all that the dead engine had. In the front's thread, where no request can slip in
-        meanwhile."""
-        self.dead = reason
+    def fail_requests(self, reason: str) -> list[Delta]:
+        """Mark the replica as failed and end all its requests. Returns their last deltas.
+
+        Called in the dispatcher's thread, so that no request can be submitted at the same time.
+        """
+        self.failure = reason
         assert self.engine is not None
         deltas = []
-        while self._orders:
-            deltas += self._orders.popleft()(self.engine)
+        while self._tasks:
+            deltas += self._tasks.popleft()(self.engine)
         return deltas + self.engine.fail("the engine failed while it computed this request")
 
     # -- in the replica's thread --------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class Replica:
     def _run(self) -> None:
         try:
             engine = Engine(self._config, self._progress, replica=self.index)
-        except Exception as error:  # noqa: BLE001  handed to whoever waits for `ready`
+        except Exception as error:  # noqa: BLE001  passed on through `ready`
             if self.ready.set_running_or_notify_cancel():
                 self.ready.set_exception(error)
             return
@@ -131,35 +133,35 @@ class Replica:
             self.ready.set_result(None)
         try:
             with contextlib.closing(engine):
-                while not (self._stopping and not self._orders):
+                while not (self._stopping and not self._tasks):
                     self._step(engine)
         except Exception as error:
             logger.exception("the engine has stopped")
-            self._died(self, f"the engine has stopped: {error}")
+            self._on_failure(self, f"the engine has stopped: {error}")
 
     def _step(self, engine: Engine) -> None:
-        if not engine.has_work and not self._orders:
+        if not engine.has_work and not self._tasks:
             self._wake.wait()
         self._wake.clear()
         self._progressed = time.monotonic()
-        while self._orders:
-            self._tell(self._orders.popleft()(engine))
+        while self._tasks:
+            self._emit(self._tasks.popleft()(engine))
         if engine.has_work and not self._stopping:
-            self._tell(engine.step())
+            self._emit(engine.step())
         self._progressed = time.monotonic()
 
-    def _tell(self, deltas: list[Delta]) -> None:
+    def _emit(self, deltas: list[Delta]) -> None:
         if deltas:
-            self._post(deltas)
+            self._on_deltas(deltas)
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Live:
-    """A request that a replica has.
+    """A request on a replica.
 
     Attributes:
-        load: tokens of its prompt, and those its continuations are taken to become.
-        unfinished: continuations that have not ended.
+        load: tokens of its prompt, plus those expected of its continuations.
+        unfinished: number of continuations that have not ended.
     """
 
     replica: Replica
@@ -167,27 +169,33 @@ class _Live:
     unfinished: int
 
 
-class Front:
-    """Hands requests to replicas and returns their deltas. One thread uses it; any may call `cut`, `stats` and
-    `replica_stats`.
+class Dispatcher:
+    """Distributes requests to replicas and delivers their deltas. Use it in one thread; `cut`, `stats` and
+    `replica_stats` are thread-safe.
 
     Args:
-        config: of all replicas.
-        call: has a function called in the front's thread, soon; called by any thread.
-        deliver: is given what became visible, in the front's thread.
-        progress: of the first replica's loading; the others do the same at the same time.
+        config: settings of all replicas.
+        call_soon: schedules a function in the dispatcher's thread; thread-safe.
+        deliver: called with new deltas in the dispatcher's thread.
+        progress: reports loading of the first replica; the others load at the same time.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        call: Callable[[Callable[[], object]], object],
+        call_soon: Callable[[Callable[[], object]], object],
         deliver: Callable[[list[Delta]], object],
-        progress: Progress | None = None,
+        progress: StageReport | None = None,
     ):
-        self._config, self._call, self._deliver = config, call, deliver
+        self._config, self._call_soon, self._deliver = config, call_soon, deliver
         self.replicas = tuple(
-            Replica(index, config, None if index else progress, post=self._post, died=self._died)
+            Replica(
+                index,
+                config,
+                None if index else progress,
+                on_deltas=lambda deltas: self._call_soon(lambda: self._forward(deltas)),
+                on_failure=lambda replica, reason: self._call_soon(lambda: self._handle_failure(replica, reason)),
+            )
             for index in range(config.data_parallel_size)
         )
         self._live: dict[str, _Live] = {}
@@ -196,48 +204,49 @@ class Front:
         self._random = random.Random(config.seed)
 
     def start(self) -> tuple[concurrent.futures.Future, ...]:
-        """Has all replicas load; `started` is to be called when all of what this returns is done."""
+        """Start to load all replicas. Call `finish_start` when all returned futures are done."""
         for replica in self.replicas:
             replica.start()
         return tuple(replica.ready for replica in self.replicas)
 
-    def started(self) -> None:
-        """All replicas are ready."""
+    def finish_start(self) -> None:
+        """Finish the start, when all replicas are ready."""
         for replica in self.replicas:
-            replica.alive().count_compilations_from_now()
+            replica.running_engine().reset_compilation_count()
         self._router = self._make_router()
 
     @property
     def engine(self) -> Engine:
-        """Which tells what all are: info, tokenizer, vision. It is that whose cache holds the shortest sequence, if
-        replicas found different room for it: what it can run, all can."""
-        return min((replica.alive() for replica in self._going()), key=lambda engine: engine.info.max_model_len)
+        """The engine whose info, tokenizer and vision stand for all: the one with the lowest max_model_len, so that all
+        replicas can run what it can run."""
+        engines = [replica.running_engine() for replica in self._alive()]
+        return min(engines, key=lambda engine: engine.info.max_model_len)
 
     @property
     def recorder(self) -> Recorder:
-        """What became of requests and segments: the only replica's, or a copy of what all have written down."""
+        """Records of requests and segments: the only replica's recorder, or a merged copy of all."""
         recorders = [replica.engine.recorder for replica in self.replicas if replica.engine is not None]
         return recorders[0] if len(recorders) == 1 else Recorder.merged(recorders)
 
     @property
     def num_waiting(self) -> int:
-        return sum(replica.num_waiting for replica in self.replicas if replica.dead is None)
+        return sum(replica.num_waiting for replica in self.replicas if replica.failure is None)
 
     def submit(self, request: Request) -> None:
-        """Hands a request to a replica.
+        """Submit a request to a replica.
 
         Raises:
-            InvalidRequest: it can never run.
-            EngineError: all replicas have stopped.
+            InvalidRequest: the request can never run.
+            EngineError: all replicas have failed.
         """
-        replicas = self._going()
+        replicas = self._alive()
         self.engine.check(request)
         params = request.params
-        if params.seed is None:  # here, so that it does not depend on the replica
+        if params.seed is None:  # drawn here, so that it does not depend on the replica
             params = dataclasses.replace(params, seed=self._random.getrandbits(63))
             request = dataclasses.replace(request, params=params)
         replica = replicas[self._router.route(request, [self._loads[replica] for replica in replicas])]
-        output = OUTPUT if params.max_tokens is None else min(params.max_tokens, OUTPUT)
+        output = MAX_EXPECTED_OUTPUT if params.max_tokens is None else min(params.max_tokens, MAX_EXPECTED_OUTPUT)
         load = len(request.prompt_ids) + params.n * output
         self._live[request.id] = _Live(replica=replica, load=load, unfinished=params.n)
         self._loads[replica] += load
@@ -245,29 +254,29 @@ class Front:
         def add(engine: Engine) -> list[Delta]:
             try:
                 engine.add(request)
-            except InvalidRequest as error:  # refused after all: its stream must end, and the engine go on
+            except InvalidRequest as error:  # must end the stream, but not the engine
                 return [
                     Delta(request_id=request.id, index=index, finish_reason="error", error=str(error))
                     for index in range(request.params.n)
                 ]
             return []
 
-        replica.order(add)
+        replica.submit(add)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request: nothing of it runs in the step after next. Unknown and ended ids are no error."""
-        if (live := self._live.get(request_id)) is not None and live.replica.dead is None:
-            live.replica.order(lambda engine: engine.abort(request_id))
+        """Abort a request within two steps. Ignores unknown and ended ids."""
+        if (live := self._live.get(request_id)) is not None and live.replica.failure is None:
+            live.replica.submit(lambda engine: engine.abort(request_id))
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached blocks, before the next steps; what runs goes on."""
+        """Clear all prefix caches before the next steps. Running requests continue."""
 
-        def forget(engine: Engine) -> list[Delta]:
+        def reset(engine: Engine) -> list[Delta]:
             engine.reset_prefix_cache()
             return []
 
-        for replica in self._going():
-            replica.order(forget)
+        for replica in self._alive():
+            replica.submit(reset)
         self._router = self._make_router()
 
     def cut(
@@ -277,15 +286,15 @@ class Front:
         return self.engine.cut(ids, media, policy)
 
     def replica_stats(self) -> tuple[EngineStats, ...]:
-        """Of each replica."""
+        """Statistics of each replica."""
         return tuple(replica.engine.stats() if replica.engine else EngineStats() for replica in self.replicas)
 
     def stats(self) -> EngineStats:
-        """Of all replicas together."""
+        """Statistics of all replicas together."""
         return total(self.replica_stats())
 
     def check_health(self) -> None:
-        """Raises EngineError when a replica has stopped or hangs. (The others go on and take what comes.)"""
+        """Raise EngineError if a replica has stopped or hangs. (The others still serve.)"""
         for replica in self.replicas:
             try:
                 replica.check_health()
@@ -295,34 +304,28 @@ class Front:
                 raise EngineError(f"replica {replica.index}: {error}") from error
 
     def stop(self) -> None:
-        """Has all replicas end; see `join`."""
+        """Stop all replicas without waiting; see `join`."""
         for replica in self.replicas:
             replica.stop()
 
     def join(self) -> None:
-        """Waits until the replicas' threads have ended."""
+        """Wait until the replicas' threads have ended."""
         for replica in self.replicas:
             replica.join()
 
-    def _going(self) -> list[Replica]:
-        """The replicas that have not stopped, one at least."""
-        replicas = [replica for replica in self.replicas if replica.dead is None]
+    def _alive(self) -> list[Replica]:
+        """The replicas that have not failed. Raises EngineError if all have."""
+        replicas = [replica for replica in self.replicas if replica.failure is None]
         if not replicas:
-            self.replicas[0].alive()
+            self.replicas[0].running_engine()
         return replicas
 
     def _make_router(self) -> Router:
-        if len(self._going()) == 1 or not self._config.enable_prefix_caching:
+        if len(self._alive()) == 1 or not self._config.enable_prefix_caching:
             return LeastLoaded()
-        return PrefixAware(block=self.engine.info.block_size)
+        return PrefixAware(block_size=self.engine.info.block_size)
 
-    def _post(self, deltas: list[Delta]) -> None:
-        self._call(lambda: self._take(deltas))
-
-    def _died(self, replica: Replica, reason: str) -> None:
-        self._call(lambda: self._bury(replica, reason))
-
-    def _take(self, deltas: list[Delta]) -> None:
+    def _forward(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             live = self._live.get(delta.request_id)
             if live is not None and delta.finish_reason is not None:
@@ -332,68 +335,68 @@ class Front:
                     del self._live[delta.request_id]
         self._deliver(deltas)
 
-    def _bury(self, replica: Replica, reason: str) -> None:
-        deltas = replica.bury(reason)
-        if any(other.dead is None for other in self.replicas):
-            self._router = self._make_router()  # it counts replicas that go on
-        self._take(deltas)
+    def _handle_failure(self, replica: Replica, reason: str) -> None:
+        deltas = replica.fail_requests(reason)
+        if any(other.failure is None for other in self.replicas):
+            self._router = self._make_router()  # its indices count replicas that are alive
+        self._forward(deltas)
 
 
-class Replicas:
-    """Several replicas with an Engine's face, for one calling thread: what LLM steps."""
+class ReplicatedEngine:
+    """Several replicas with the interface of an Engine, for one calling thread. LLM uses it."""
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+    def __init__(self, config: EngineConfig, progress: StageReport | None = None):
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._deltas: list[Delta] = []
-        self._front = Front(config, self._calls.put, self._deltas.extend, progress)
+        self._dispatcher = Dispatcher(config, self._calls.put, self._deltas.extend, progress)
         try:
-            for ready in self._front.start():
+            for ready in self._dispatcher.start():
                 ready.result()
         except BaseException:
-            self._front.stop()
+            self._dispatcher.stop()
             raise
-        self._front.started()
-        first = self._front.engine
+        self._dispatcher.finish_start()
+        first = self._dispatcher.engine
         self.info, self.tokenizer, self.vision = first.info, first.tokenizer, first.vision
 
     def check(self, request: Request) -> None:
         """See Engine.check."""
-        self._front.engine.check(request)
+        self._dispatcher.engine.check(request)
 
     def add(self, request: Request) -> None:
-        """See Front.submit."""
-        self._front.submit(request)
+        """See Dispatcher.submit."""
+        self._dispatcher.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; what it still gives comes with later steps."""
-        self._front.abort(request_id)
+        """Abort a request. Later steps return its last deltas."""
+        self._dispatcher.abort(request_id)
 
     def step(self) -> list[Delta]:
-        """Waits until something becomes visible, and hands it out.
+        """Wait for new deltas and return them.
 
         Raises:
-            EngineError: a replica has stopped. Its requests are lost, and whoever asked for many would not see which.
+            EngineError: a replica has failed, and its requests are lost.
         """
         self._calls.get()()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._calls.get_nowait()()
-        for replica in self._front.replicas:
-            if replica.dead is not None:
-                raise EngineError(f"replica {replica.index}: {replica.dead}")
+        for replica in self._dispatcher.replicas:
+            if replica.failure is not None:
+                raise EngineError(f"replica {replica.index}: {replica.failure}")
         deltas = self._deltas[:]
         self._deltas.clear()
         return deltas
 
     def stats(self) -> EngineStats:
-        """See Front.stats."""
-        return self._front.stats()
+        """See Dispatcher.stats."""
+        return self._dispatcher.stats()
 
     def replica_stats(self) -> tuple[EngineStats, ...]:
-        """See Front.replica_stats."""
-        return self._front.replica_stats()
+        """See Dispatcher.replica_stats."""
+        return self._dispatcher.replica_stats()
 
     def close(self) -> None:
-        """Ends the replicas' threads."""
-        self._front.stop()
-        self._front.join()
+        """End the replicas' threads."""
+        self._dispatcher.stop()
+        self._dispatcher.join()

@@ -1,4 +1,4 @@
-"""What the engine counts. Plain numbers; the serving floor turns them into Prometheus metrics."""
+"""Statistics of an engine as plain numbers, which the server exports as Prometheus metrics."""
 
 import collections
 import dataclasses
@@ -11,40 +11,40 @@ from omni_jax.memory.host_tier import HostTierStats
 
 @dataclasses.dataclass(kw_only=True)
 class EngineStats:
-    """A snapshot. Counters only grow; gauges are 0 when the engine is idle.
+    """A snapshot of an engine's statistics. Gauges are 0 when the engine is idle.
 
     Attributes:
         num_requests_running: gauge, sequences in the running batch.
-        num_requests_waiting: gauge, sequences queued.
+        num_requests_waiting: gauge, sequences in the queue.
         kv_cache_usage: gauge in [0, 1], share of KV blocks in use.
-        num_preemptions: counter, sequences whose blocks were taken and which are computed again.
+        num_preemptions: counter, preemptions of sequences.
         prompt_tokens: counter, prompt tokens of requests whose prefill is done.
-        generation_tokens: counter, tokens handed out.
-        steps: counter, compiled steps run.
-        real_tokens: counter, tokens the steps were asked for.
-        padded_tokens: counter, tokens the steps were padded with to reach a bucket.
-        compiles_after_warmup: counter, stays 0.
-        requests_finished: counter by finish reason, one for each continuation.
+        generation_tokens: counter, generated tokens.
+        steps: counter, steps run.
+        real_tokens: counter, tokens of steps without padding.
+        padded_tokens: counter, tokens of padding in steps.
+        compiles_after_warmup: counter, programs compiled after the start; 0 unless there is a bug.
+        requests_finished: counter by finish reason, one per continuation.
         corrupted_requests: counter, continuations ended because their logits were NaN.
-        host_gap_seconds: seconds the device waited for the host at the most, of the latest 1,024 steps; 0 where the
-            step before was still running when the next was dispatched.
-        step_seconds: seconds of the same steps.
+        host_gap_seconds: upper bounds of the time that the device waited for the host, for the latest 1,024 steps; 0 if
+            the previous step was still running when the next was dispatched.
+        step_seconds: times of the same steps.
         encoder_calls: counter, calls of the vision tower.
-        encoder_patches: counter, patches the calls were asked for.
-        encoder_padded_patches: counter, patches the calls were padded with to reach a bucket.
-        encoder_slice_seconds: seconds of the tower's latest 1,024 slices, waiting for the step before included.
-        encoder_cache_queries: counter, times features of an image were needed.
-        encoder_cache_hits: counter, times they were there or being computed already.
-        encoder_cache_usage: gauge in [0, 1], share of the feature array that is held.
-        mm_items: counter by modality, images and videos of requests that were queued.
-        prefix_queries: counter by modality, prompt tokens that were looked up in the prefix cache.
-        prefix_hits: counter by modality, those of them that were there and were not computed again.
-        pool: how the blocks are used; None before the start.
-        swap: what the host tier holds and has done; None without one.
-        blocks_swapped: gauge, blocks of sequences that are in the host tier and not in the pool.
+        encoder_patches: counter, patches of calls without padding.
+        encoder_padded_patches: counter, patches of padding in calls.
+        encoder_slice_seconds: times of the latest 1,024 slices, waits for the previous step included.
+        encoder_cache_queries: counter, lookups of an image's features.
+        encoder_cache_hits: counter, lookups that found features, computed or in progress.
+        encoder_cache_usage: gauge in [0, 1], share of the feature array in use.
+        mm_items: counter by modality, images and videos of queued requests.
+        prefix_queries: counter by modality, prompt tokens looked up in the prefix cache.
+        prefix_hits: counter by modality, prompt tokens found in the prefix cache.
+        pool: use of the block pool; None before the start.
+        swap: contents and counters of the host tier; None without swap.
+        blocks_swapped: gauge, blocks of sequences in the host tier.
         blocks_swapped_out: counter, blocks copied from the pool to the host tier.
-        blocks_swapped_in: counter, blocks copied back.
-        tokens_dropped: counter, rows that compression took from the caches of sequences.
+        blocks_swapped_in: counter, blocks copied from the host tier to the pool.
+        tokens_dropped: counter, cached tokens dropped by compression.
     """
 
     num_requests_running: int = 0
@@ -81,37 +81,37 @@ class EngineStats:
     tokens_dropped: int = 0
 
 
-_MEANS = (  # shares of things of which every row has as many, and speeds
+_AVERAGED = (  # shares of equally large wholes, and speeds
     *("kv_cache_usage", "encoder_cache_usage"),
     *("store_bandwidth", "load_bandwidth", "disk_write_bandwidth", "disk_read_bandwidth"),
 )
-_OF_THE_PROCESS = ("compiles_after_warmup", "block_size")  # the same for all rows
+_SHARED = ("compiles_after_warmup", "block_size")  # equal in all replicas
 
 
-def total(rows: Sequence[EngineStats]) -> EngineStats:
-    """What replicas count together. Of the latest steps those of all rows, one row after another."""
-    return rows[0] if len(rows) == 1 else _total(rows)
+def total(replicas: Sequence[EngineStats]) -> EngineStats:
+    """Combined statistics of replicas. Times of steps are concatenated, replica by replica."""
+    return replicas[0] if len(replicas) == 1 else _total(replicas)
 
 
 def _total(parts: Sequence[Any]) -> Any:
-    """Of dataclasses of one kind, field by field."""
+    """Combine dataclasses of one type field by field."""
     return dataclasses.replace(
         parts[0],
         **{
-            field.name: _added(field.name, [getattr(part, field.name) for part in parts])
+            field.name: _combined(field.name, [getattr(part, field.name) for part in parts])
             for field in dataclasses.fields(parts[0])
         },
     )
 
 
-def _added(name: str, values: list[Any]) -> Any:
+def _combined(name: str, values: list[Any]) -> Any:
     known = [value for value in values if value is not None]
     if not known:
         return None
     first = known[0]
-    if name in _OF_THE_PROCESS:
+    if name in _SHARED:
         return max(known)
-    if name in _MEANS:
+    if name in _AVERAGED:
         return sum(known) / len(known)
     if isinstance(first, Mapping):
         counts = collections.Counter()

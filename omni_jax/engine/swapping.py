@@ -1,4 +1,4 @@
-"""Swap between the device and the host tier: what the scheduler asks for, done with the runner."""
+"""The scheduler's swap operations: copies of blocks between the runner's pool and the host tier."""
 
 import hashlib
 import itertools
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_tier(config: EngineConfig, info: EngineInfo, block_bytes: int, replica: int = 0) -> HostTier | None:
-    """The host tier of a replica that the settings ask for, if any."""
+    """Open the host tier of a replica, or return None if swap is off."""
     if not config.swap_space or config.preemption_mode == "recompute":
         return None
     directory = None if config.swap_dir is None else Path(config.swap_dir)
@@ -26,7 +26,7 @@ def open_tier(config: EngineConfig, info: EngineInfo, block_bytes: int, replica:
         directory /= f"replica-{replica}"
     depends_on = (
         *(info.model_dir, info.architecture, info.dtype, config.kv_cache_dtype, info.block_size, block_bytes),
-        config.tensor_parallel_size,  # devices' parts lie one after another
+        config.tensor_parallel_size,  # a payload is stored device by device
     )
     return HostTier(
         block_bytes=block_bytes,
@@ -43,7 +43,7 @@ class EngineSwap:
     """See scheduling.blocks.Swap.
 
     Args:
-        mode: "swap" always, "auto" where the cost model says that it is sooner done than computing again.
+        mode: "swap" to swap always, "auto" to swap if the cost model predicts that recomputing takes longer.
     """
 
     def __init__(self, runner: Runner, tier: HostTier, cost: CostModel, mode: str):
@@ -51,8 +51,11 @@ class EngineSwap:
         self._numbers = itertools.count()
 
     def store(self, sequence: Sequence, blocks: list[int], tokens: int) -> Parcel | None:
-        """Dispatches the copy behind all steps that are out, and hands it to the tier's threads. A sequence that
-        compression has touched is always swapped: it cannot be computed again."""
+        """Dispatch the copy after all steps in flight, and pass it to the tier's threads.
+
+        Returns None if the tier is full or, except for compressed sequences, if recomputing is faster. (A compressed
+        sequence cannot be recomputed exactly.)
+        """
         if self._mode == "auto" and not sequence.dropped and not self._is_cheaper(sequence, len(blocks), tokens):
             return None
         if not self._tier.has_room(len(blocks)):
@@ -82,14 +85,14 @@ class EngineSwap:
         )
 
     def is_ready(self, parcel: Parcel) -> bool:
-        """Starts reading from disk what is there."""
+        """Whether the parcel is in host memory. If not, start to read it from disk."""
         if self._tier.is_ready(parcel):
             return True
         self._tier.prefetch(parcel)
         return False
 
     def load(self, parcel: Parcel, blocks: list[int]) -> bool:
-        """Dispatches the copy back, ahead of the next step."""
+        """Dispatch the copy to the device before the next step. Returns False if the parcel is lost."""
         try:
             data = self._tier.take(parcel)
         except ParcelLost:
@@ -99,11 +102,12 @@ class EngineSwap:
         return True
 
     def drop(self, parcel: Parcel) -> None:
+        """Free a parcel."""
         self._tier.drop(parcel)
 
 
 def _named(blocks: list[int]) -> str:
-    """A list of blocks, as a line of the log has it."""
+    """A list of blocks for the log."""
     if len(blocks) == 1:
         return f"block {blocks[0]}"
     shown = " ".join(map(str, blocks[:8]))

@@ -1,5 +1,4 @@
-"""What a person sends -> tokens, images, positions: tokenizer, chat templates, media; and text coming back a token at
-a time."""
+"""Request inputs to token ids, patches and positions; token ids to text: tokenizer, chat templates, images, video."""
 
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.image import MediaItem, VisionSettings

@@ -1,5 +1,7 @@
-"""OpenAI messages -> the one shape a chat template is given, whichever of the allowed ones a client chose; and the
-images and videos among their parts. No I/O."""
+"""OpenAI messages in the one normal form that chat templates take, and the images and videos among their parts.
+
+No I/O.
+"""
 
 import dataclasses
 import json
@@ -12,11 +14,11 @@ from PIL import Image
 
 from omni_jax.requests import InvalidRequest, MediaModality
 
-MAX_NESTING = 100  # of arguments, schemas and the like; templates and json.dumps recurse over them
+MAX_NESTING = 100  # levels in arguments, schemas and other objects; templates and json.dumps recurse over them
 
 
 def clean_text(text: str, param: str | None = None) -> str:
-    """The text with surrogate pairs joined, or InvalidRequest for half a pair: it has no UTF-8, and no tokens."""
+    """Join surrogate pairs in the text; raise InvalidRequest for an unpaired one, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -25,15 +27,15 @@ def clean_text(text: str, param: str | None = None) -> str:
         except UnicodeDecodeError as error:
             lone = int.from_bytes(error.object[error.start : error.start + 2], "little")
             raise InvalidRequest(
-                f"text must be valid Unicode, got the unpaired surrogate U+{lone:04X}; a character outside the basic "
-                "plane is written as a pair of two, e.g. \\ud83d\\ude00",
+                f"text must be valid Unicode, got the unpaired surrogate U+{lone:04X}; write a character outside the "
+                "basic plane as a pair, e.g. \\ud83d\\ude00",
                 param=param,
             ) from None
     return text
 
 
 def map_strings(value: Any, change: Callable[[str], str], *, param: str | None = None, depth: int = 0) -> Any:
-    """A copy of JSON-like data with every string changed, keys included."""
+    """Copy JSON-like data with `change` applied to every string, including keys."""
     if isinstance(value, str):
         return change(value)
     if not isinstance(value, Mapping | list | tuple):
@@ -52,14 +54,13 @@ def map_strings(value: Any, change: Callable[[str], str], *, param: str | None =
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MediaPart:
-    """An image or video in a message, as it was given: nothing is fetched or opened yet.
+    """An image or video in a message, before it is fetched or opened.
 
     Attributes:
         modality: "image" or "video".
-        source: a URL or path as text, bytes of a file, a Pillow image, or an array; for a video also a list of those,
-            its frames.
-        where: the part's place, "messages[0].content[1]", for messages about it.
-        options: the part's mm_processor_kwargs as given, not looked into: min_pixels, max_pixels, fps, num_frames.
+        source: a URL or path as text, bytes of a file, a Pillow image, or an array; for a video also a list of frames.
+        where: the part's place in the request for error messages, for example "messages[0].content[1]".
+        options: the part's mm_processor_kwargs, not validated: min_pixels, max_pixels, fps, num_frames.
     """
 
     modality: MediaModality
@@ -68,15 +69,15 @@ class MediaPart:
     options: Mapping[str, Any]
 
 
-# Part type, which is also the key of its source -> modality, and whether the source is a URL (OpenAI's parts).
+# Part type, which is also the key of its source -> (modality, whether the source is a URL as in OpenAI's parts).
 _MEDIA_PARTS: dict[str, tuple[MediaModality, bool]] = {
     "image_url": ("image", True),
     "image": ("image", False),
     "video_url": ("video", True),
     "video": ("video", False),
 }
-# Who may show something. A system prompt or an answer with images is not what these models were trained on, and
-# OpenAI's API has them in user messages; a tool may bring one (a screenshot, a page).
+# Roles whose messages may have images and video: user as in OpenAI's API, and tool, for example for screenshots.
+# Models were not trained on images in system or assistant messages.
 _MEDIA_ROLES = ("user", "tool")
 
 _SOURCES = (str, os.PathLike, bytes, Image.Image, np.ndarray)
@@ -85,21 +86,21 @@ _SOURCES = (str, os.PathLike, bytes, Image.Image, np.ndarray)
 def normal_messages(
     messages: Sequence[Mapping[str, Any]], *, modalities: Collection[MediaModality] = ()
 ) -> list[dict[str, Any]]:
-    """Messages as templates expect them.
+    """Normalise messages for a chat template.
 
-    For a model that reads text only, `content` is always a string: null, absent and [] are "", text parts are joined by
-    newlines (as in vLLM). For one that reads media, a list of parts stays one, as its template wants it: {"type":
-    "text", "text"}, {"type": "image"} and {"type": "video"}, in the order given; media_parts has what they show.
+    For a text model, `content` becomes a string: null, missing and [] become "", text parts are joined by newlines (as
+    in vLLM). For a model that reads media, a list of parts stays a list of {"type": "text", "text"}, {"type": "image"}
+    and {"type": "video"}, in the same order; media_parts returns their sources.
 
-    Arguments of tool calls are objects, not JSON text: "" and "null" are {}. Keys with the value null, and an empty
-    tool_calls, are left out, since templates ask whether a key is there.
+    Arguments of tool calls become objects instead of JSON text; "" and "null" become {}. Keys with the value null and
+    an empty tool_calls are dropped, since templates test whether a key exists.
 
     Args:
         modalities: what the model reads besides text.
 
     Raises:
-        InvalidRequest: no messages, a message without a role, a part the model does not read or that lacks its field,
-            media in a message that is not a user's or a tool's, arguments that are no object.
+        InvalidRequest: there are no messages, a message has no role, a part is of a type that the model does not read
+            or lacks its field, media is in a message of another role than user or tool, or arguments are not an object.
     """
     if not messages:
         raise InvalidRequest("messages must hold at least one message, got none", param="messages")
@@ -109,13 +110,13 @@ def normal_messages(
 def media_parts(
     messages: Sequence[Mapping[str, Any]], *, modalities: Collection[MediaModality] = ("image", "video")
 ) -> list[MediaPart]:
-    """The images and videos of a conversation, in the order of its parts, which is that of the template's slots.
+    """The images and videos of a conversation, in the order of the template's placeholders.
 
     Args:
         modalities: what the model reads besides text.
 
     Raises:
-        InvalidRequest: as normal_messages, for the parts and what they stand in.
+        InvalidRequest: as in normal_messages, for parts and their roles.
     """
     found = []
     for i, message in enumerate(messages):
@@ -166,15 +167,15 @@ def _part(part: Any, where: str, role: Any, modalities: Collection[MediaModality
         return part["text"]
     modality, is_url = _MEDIA_PARTS.get(kind, (None, False)) if isinstance(kind, str) else (None, False)
     if modality is None or modality not in modalities:
-        given = _short(kind) if isinstance(part, Mapping) else type(part).__name__
+        given = _shorten(kind) if isinstance(part, Mapping) else type(part).__name__
         read = ["text", *(name for name, (modality, _) in _MEDIA_PARTS.items() if modality in modalities)]
         raise _invalid(
             f"{where} is a part of type {given}; this model reads parts of type {', '.join(map(repr, read))} only"
         )
     if role not in _MEDIA_ROLES:
         raise _invalid(
-            f"{where} is a part of type {kind!r} in a message with the role {_short(role)}; images and video may "
-            f"stand in messages with the role {' or '.join(_MEDIA_ROLES)}"
+            f"{where} is a part of type {kind!r} in a message with the role {_shorten(role)}; only messages with the "
+            f"role {' or '.join(_MEDIA_ROLES)} may have images and video"
         )
     options = part.get("mm_processor_kwargs")
     if not isinstance(options, Mapping | None):
@@ -218,19 +219,19 @@ def _arguments(arguments: Any, where: str) -> Mapping[str, Any]:
         try:
             value = json.loads(arguments, parse_constant=_no_constant) if arguments.strip() else None
         except (ValueError, RecursionError):
-            raise _invalid(f"{where} must be the JSON text of an object, got {_short(arguments)}") from None
+            raise _invalid(f"{where} must be the JSON text of an object, got {_shorten(arguments)}") from None
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _invalid(f"{where} must be the JSON text of an object, got {_short(arguments)}")
+        raise _invalid(f"{where} must be the JSON text of an object, got {_shorten(arguments)}")
     return value
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def _shorten(value: Any, limit: int = 80) -> str:
     text = ascii(value)
     return text if len(text) <= limit else text[:limit] + "..."
 

@@ -1,13 +1,14 @@
-"""Keeps what a client typed apart from what the chat template wrote, down to the token ids.
+"""Separation of client text from template text in a rendered chat, so that clients cannot inject control tokens.
 
-`<|im_end|>` in a message is eleven characters of text; `<|im_end|>` in the template is a control token. Both meet in
-one rendered string, so they are told apart by name:
+`<|im_end|>` in a message is ten characters of text; `<|im_end|>` in the template is a control token. The rendered
+string contains both. They are separated in three steps:
 
-1. before rendering, the spelling of a control token in client data becomes a sentinel, digits drawn for this request;
-2. after rendering, a control token's spelling can only come from the template: it becomes an alias, a secret of this
-   process that the encoder below knows as a token;
-3. sentinels become the client's text again, and the whole is encoded in one call by an encoder that reads aliases as
-   control tokens and spellings as plain text. What stands around a token is tokenised just as without all this.
+1. Before rendering, each spelling of a control token in client text is replaced by a sentinel: digits that are random
+   for this request.
+2. After rendering, the remaining spellings are the template's. Each is replaced by an alias: a secret of this process
+   that the encoder has as a token.
+3. Sentinels are replaced by the client's text, and the whole string is encoded in one call, with aliases as control
+   tokens and spellings as plain text. The text around a token is tokenised as it is without these steps.
 """
 
 import re
@@ -19,13 +20,13 @@ from tokenizers import AddedToken
 
 from omni_jax.requests import InvalidRequest
 
-_NONCE_DIGITS = 24  # 80 bits: nobody guesses it within one request
+_NONCE_DIGITS = 24  # 80 bits: cannot be guessed within one request
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer (those marked `special`), and encoding that takes them from a template only.
+    """The control tokens of a tokenizer (its special tokens), and an encoder that accepts them from a template only.
 
-    Other added tokens (`<think>`, `<tool_call>`) are ordinary vocabulary: templates and clients both write them.
+    Other added tokens (`<think>`, `<tool_call>`) are ordinary vocabulary, allowed in templates and client text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -38,7 +39,7 @@ class ControlTokens:
         secret = secrets.token_hex(16)
         self._aliases = {token.content: f"<{secret}:{i}>" for i, token in specials.items()}
         self._encoder = tokenizers.Tokenizer.from_str(backend.to_str())
-        self._encoder.encode_special_tokens = True  # read the special tokens' spellings as text
+        self._encoder.encode_special_tokens = True  # encode spellings of special tokens as text
         self._encoder.add_tokens(
             [
                 AddedToken(
@@ -55,28 +56,29 @@ class ControlTokens:
         self._real_id = {self._encoder.token_to_id(self._aliases[token.content]): i for i, token in specials.items()}
 
     def nonce(self) -> str:
-        """What this request's sentinels begin with. Digits, so that no trim, case change or JSON dump alters them."""
+        """A prefix for one request's sentinels. Only digits: trimming, case changes and JSON dumps keep them."""
         return "".join(str(secrets.randbelow(10)) for _ in range(_NONCE_DIGITS))
 
-    def hide(self, text: str, nonce: str) -> str:
-        """Client text, with sentinels for the spellings of control tokens."""
+    def escape(self, text: str, nonce: str) -> str:
+        """Replace the spellings of control tokens in client text by sentinels."""
         return self._pattern.sub(lambda match: f"{nonce}{self._index[match[0]]:0{self._width}d}", text)
 
-    def reveal(self, text: str, nonce: str) -> str:
-        """The inverse of hide."""
+    def unescape(self, text: str, nonce: str) -> str:
+        """Replace sentinels by the spellings they stand for."""
         return "".join(self._parts(text, nonce))
 
     def _parts(self, text: str, nonce: str) -> list[str]:
-        """The text cut at sentinels: what stands between them at even places, their spellings at odd ones."""
+        """Split the text at sentinels: text at even indices, the spellings of sentinels at odd ones."""
         parts = re.split(rf"{nonce}(\d{{{self._width}}})", text) if nonce in text else [text]
         parts[1::2] = [self._spellings[int(index)] for index in parts[1::2]]
         return parts
 
     def encode(self, rendered: str, nonce: str) -> list[int]:
-        """Token ids of a rendered chat whose client texts went through `hide`.
+        """Encode a rendered chat whose client text was escaped.
 
-        Raises InvalidRequest when the vocabulary itself makes a control token of plain text (a Unigram model with `<s>`
-        among its pieces does): then the spelling is refused.
+        Raises:
+            InvalidRequest: client text spells a control token, and the vocabulary encodes it as one even as plain text
+                (a Unigram model with `<s>` among its pieces does).
         """
         parts = self._parts(rendered, nonce)
         parts[::2] = [self._pattern.sub(lambda match: self._aliases[match[0]], part) for part in parts[::2]]
@@ -84,17 +86,17 @@ class ControlTokens:
         ids = self._encoder.encode(text, add_special_tokens=False).ids
         for i in self._spelling_of.keys() & ids:
             spelling = self._spelling_of[i]
-            if spelling in text:  # else it is the unknown token, which a model without byte tokens may well need
+            if spelling in text:  # otherwise it is the unknown token, for characters the vocabulary lacks
                 raise InvalidRequest(
-                    f"the messages spell out the control token {spelling!r}, which this model's vocabulary cannot tell "
-                    "from the real one; leave it out",
+                    f"the messages contain the text {spelling!r}, which this model's vocabulary can only encode as a "
+                    "control token; remove it",
                     param="messages",
                 )
         return [self._real_id.get(i, i) for i in ids]
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A pattern for the longest of the words at a place: a prefix tree, so that many words cost no more than one."""
+    """A pattern that matches the longest of the words. Built as a prefix tree, so its cost does not grow with them."""
     by_first: dict[str, set[str]] = {}
     for word in words:
         if word:
@@ -102,7 +104,7 @@ def _any_of(words: Iterable[str]) -> str:
     branches = []
     for first, rests in sorted(by_first.items()):
         prefix = first
-        while len(rests) == 1 and (rest := next(iter(rests))):  # a chain: no group for it, groups nest in the parser
+        while len(rests) == 1 and (rest := next(iter(rests))):  # one branch needs no group; the parser nests groups
             prefix, rests = prefix + rest[0], {rest[1:]}
         optional = "?" if "" in rests and len(rests) > 1 else ""
         branches.append(re.escape(prefix) + _any_of(rests) + optional)

@@ -1,10 +1,10 @@
-"""Rotary positions of a prompt with images and video (M-RoPE): time, height and width of every token.
+"""M-RoPE positions of a prompt with images and video: temporal, height and width position of every token.
 
-Text counts up on all three axes. An image or video begins at the position the next text token would have had, and
-counts its temporal steps, rows and columns from there; the text behind it goes on after the largest of all these
-positions (Qwen2-VL, arXiv 2409.12191, section 2.1). transformers does the same up to version 4; its `get_rope_index` of
-5.24 goes on after the larger of rows and columns. A video with more temporal steps than that differs: there the text's
-time would run backwards, in the middle of the video.
+Text tokens count up on all three axes. An image or video starts at the position of the next text token and counts
+temporal steps, rows and columns from there. The text after it continues after the largest of these positions
+(Qwen2-VL, arXiv 2409.12191, section 2.1). transformers up to version 4 does the same; `get_rope_index` of version 5.24
+continues after the larger of rows and columns. The two differ for a video with more temporal steps than that: in
+version 5.24 the temporal position of the text then lies inside the video.
 """
 
 from collections.abc import Iterable
@@ -14,25 +14,25 @@ import numpy as np
 from omni_jax.inputs.image import MediaItem
 from omni_jax.requests import InvalidRequest
 
-_MOST = 2**30  # int32 holds what comes behind it, too
+_MAX_POSITION = 2**30  # leaves room in int32 for the text after the video
 
 
 def mrope_positions(
     length: int, placed: Iterable[tuple[int, MediaItem]], *, merge_size: int, tokens_per_second: float | None
 ) -> np.ndarray:
-    """Positions of all tokens of a prompt.
+    """Compute the positions of all tokens of a prompt.
 
     Args:
-        length: tokens in the prompt.
-        placed: (place of its first placeholder, item), in order of places.
-        merge_size: patches of a token's side.
-        tokens_per_second: positions a second of video takes (Qwen2.5-VL); None: one a temporal step (Qwen2-VL).
+        length: number of tokens in the prompt.
+        placed: (index of its first placeholder, item), in order of indices.
+        merge_size: side of a merge block in patches.
+        tokens_per_second: temporal positions per second of video (Qwen2.5-VL); None: one per temporal step (Qwen2-VL).
 
     Returns:
         int32 [3, length].
 
     Raises:
-        InvalidRequest: the positions of a video are beyond what int32 holds.
+        InvalidRequest: a video's positions do not fit int32.
     """
     positions = np.empty((3, length), np.int32)
     place = position = 0
@@ -53,17 +53,19 @@ def mrope_positions(
 
 
 def _times(item: MediaItem, tokens_per_second: float | None) -> np.ndarray:
-    """Temporal positions of an item's steps. They are cut to whole numbers after the multiplication, which is done in
-    float32 as transformers does it: another precision would round another way at some whole seconds."""
+    """Temporal positions of an item's steps, truncated to integers.
+
+    The product is float32 as in transformers: at some whole seconds another precision gives another integer.
+    """
     steps = np.arange(item.grid[0])
     if item.seconds_per_grid is None or tokens_per_second is None:
         return steps.astype(np.int32)
     interval = np.float32(tokens_per_second) * np.float32(item.seconds_per_grid)
     times = steps.astype(np.float32) * interval
-    if not times[-1] < _MOST:
+    if not times[-1] < _MAX_POSITION:
         raise InvalidRequest(
-            f"the video's {item.grid[0]} temporal steps of {item.seconds_per_grid:g} seconds are positions up to "
-            f"{times[-1]:.3g}, at most {_MOST:,} is possible",
+            f"the video's {item.grid[0]} temporal steps of {item.seconds_per_grid:g} seconds have positions up to "
+            f"{times[-1]:.3g}; the limit is {_MAX_POSITION:,}",
             param="messages",
         )
     return times.astype(np.int32)

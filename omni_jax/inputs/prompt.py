@@ -1,4 +1,4 @@
-"""A conversation and its media -> token ids, spans of placeholders and rotary positions: what a Request is made of."""
+"""A conversation and its media to the parts of a Request: token ids, spans of placeholders and rotary positions."""
 
 import dataclasses
 import hashlib
@@ -11,13 +11,13 @@ from omni_jax.inputs.chat import MediaPart
 from omni_jax.inputs.image import MediaItem, VisionSettings, as_image, pack_image
 from omni_jax.inputs.positions import mrope_positions
 from omni_jax.inputs.tokenizer import Tokenizer
-from omni_jax.inputs.video import decode_video, pack_video, video_of
+from omni_jax.inputs.video import decode_video, pack_video, video_from_frames
 from omni_jax.requests import InvalidRequest, MediaModality, MediaSpan
 
 if TYPE_CHECKING:  # models import JAX, which nothing here needs
     from omni_jax.models import VisionConfig
 
-# What a request may set for one image or video.
+# mm_processor_kwargs that a request may set for one image or video.
 _OPTIONS: dict[MediaModality, frozenset[str]] = {
     "image": frozenset({"min_pixels", "max_pixels"}),
     "video": frozenset({"min_pixels", "max_pixels", "fps", "num_frames"}),
@@ -26,9 +26,10 @@ _OPTIONS: dict[MediaModality, frozenset[str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionInputs:
-    """What turns images and video into prompts for a model: its sizes, and how its images are prepared.
+    """A model's vision config and preprocessing settings.
 
-    Raises ValueError where the two disagree.
+    Raises:
+        ValueError: the two have different sizes.
     """
 
     config: "VisionConfig"
@@ -43,19 +44,19 @@ class VisionInputs:
             prepared, expected = getattr(self.settings, ours), getattr(self.config, theirs)
             if prepared != expected:
                 raise ValueError(
-                    f"images are prepared with {ours} {prepared} (preprocessor_config.json), and the model's "
-                    f"vision_config has {theirs} {expected}"
+                    f"preprocessor_config.json has {ours} {prepared}, but the model's vision_config has "
+                    f"{theirs} {expected}"
                 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """What a Request is made of.
+    """The prompt of a Request.
 
     Attributes:
-        ids: token ids, each placeholder repeated once for each feature.
-        media: what replaces the placeholders, in order.
-        positions: int32 [3, ids], or None where they are 0, 1, 2, ...: a prompt without media.
+        ids: token ids, with one placeholder for each feature.
+        media: the images and video steps that replace the placeholders, in order.
+        positions: int32 [3, ids]; None for a prompt without media, whose positions are 0, 1, 2, ....
     """
 
     ids: tuple[int, ...]
@@ -64,16 +65,16 @@ class Prompt:
 
 
 def pack_part(part: MediaPart, settings: VisionSettings, source: Any = None) -> MediaItem:
-    """A part of a message as the tower takes it. Decodes and resizes: work for a thread, not for an event loop.
+    """Decode, resize and cut an image or video into patches. Call it in a thread, not on an event loop.
 
     Args:
-        part: its options bound the pixels and choose the frames.
-        source: bytes of a file, a Pillow image or an array, and for a video also a list of these; the part's own where
-            None. URLs and paths are for the caller to fetch.
+        part: the part; its options limit the pixels and select the frames.
+        source: bytes of a file, a Pillow image or an array, and for a video also a list of these. Default: the part's
+            source. The caller fetches URLs and paths.
 
     Raises:
-        InvalidRequest: what cannot be read, and options that are unknown or out of bounds. The message begins with
-            where the part is.
+        InvalidRequest: the source cannot be read, or an option is unknown or out of range. The message begins with the
+            part's place in the request.
     """
     source = part.source if source is None else source
     try:
@@ -84,9 +85,9 @@ def pack_part(part: MediaPart, settings: VisionSettings, source: Any = None) -> 
         if isinstance(source, bytes | bytearray | memoryview):
             return pack_video(decode_video(bytes(source), settings, **options), settings, **bounds)
         if "num_frames" in options:
-            raise InvalidRequest("num_frames is for video in a file; of a list of frames, all are taken")
+            raise InvalidRequest("num_frames applies to video files only; all frames of a list are used")
         frames = source if isinstance(source, list | tuple) or getattr(source, "ndim", 0) == 4 else [source]
-        return pack_video(video_of(frames, settings, fps=options.get("fps"), **bounds), settings, **bounds)
+        return pack_video(video_from_frames(frames, settings, fps=options.get("fps"), **bounds), settings, **bounds)
     except InvalidRequest as error:
         raise InvalidRequest(f"{part.where}: {error}", param="messages") from error
 
@@ -101,19 +102,19 @@ def chat_prompt(
     """The prompt of a conversation.
 
     Args:
-        vision: None for a model that reads text only.
-        items: what media_parts found in the messages, packed, in the same order.
-        template: goes to Tokenizer.render_chat.
+        vision: the model's vision config; None for a text model.
+        items: the packed parts that media_parts returns for the messages, in the same order.
+        template: arguments of Tokenizer.render_chat.
 
     Raises:
         InvalidRequest: see render_chat and expand.
     """
     if vision is None:
         return Prompt(ids=tuple(tokenizer.render_chat(messages, **template)))
-    if missing := sorted({item.modality for item in items} - tokenizer.media_slots):
+    if missing := sorted({item.modality for item in items} - tokenizer.template_modalities):
         raise InvalidRequest(
-            f"the model's chat template has no place for a part of the kind {' or '.join(missing)}; start the server "
-            "with --chat-template and one that has",
+            f"the model's chat template has no placeholder for {' or '.join(missing)} parts; start the server with "
+            "--chat-template and a template that has one",
             param="messages",
         )
     ids = tokenizer.render_chat(messages, modalities=modalities_of(tokenizer, vision), **template)
@@ -121,40 +122,40 @@ def chat_prompt(
 
 
 def modalities_of(tokenizer: Tokenizer, vision: "VisionConfig | None") -> tuple[MediaModality, ...]:
-    """What a model reads besides text: what it has a tower for and its chat template a slot."""
-    return () if vision is None else tuple(kind for kind in _OPTIONS if kind in tokenizer.media_slots)
+    """What a model reads besides text: the modalities in its chat template, if it has a vision tower."""
+    return () if vision is None else tuple(kind for kind in _OPTIONS if kind in tokenizer.template_modalities)
 
 
 def expand(
     ids: Sequence[int], items: Sequence[MediaItem], vision: "VisionConfig", *, param: str = "messages"
 ) -> Prompt:
-    """Repeats each placeholder as often as its item has features, and places the items.
+    """Repeat each placeholder once per feature of its item, and assign the items to the placeholders.
 
-    The i-th placeholder of a kind stands for the i-th item of that kind.
+    The i-th placeholder of a modality stands for the i-th item of that modality.
 
     Args:
         ids: token ids with one placeholder (vision.image_token_id or video_token_id) for each item.
-        items: in the order of their placeholders.
-        param: the request's field that the ids are of, for errors.
+        items: the items, in the order of their placeholders.
+        param: the request field that error messages refer to.
 
     Raises:
-        InvalidRequest: more placeholders than items of a kind, or fewer.
+        InvalidRequest: the numbers of placeholders and items of a modality differ.
     """
     kinds: dict[int, MediaModality] = {vision.image_token_id: "image", vision.video_token_id: "video"}
-    waiting = {kind: [item for item in items if item.modality == kind] for kind in kinds.values()}
+    by_kind = {kind: [item for item in items if item.modality == kind] for kind in kinds.values()}
     for token, kind in kinds.items():
-        slots = list(ids).count(token)
-        if slots != len(waiting[kind]):
+        placeholders = list(ids).count(token)
+        if placeholders != len(by_kind[kind]):
             raise InvalidRequest(
-                f"the prompt has {slots} {kind} placeholder(s) (token {token}) for {len(waiting[kind])} {kind}(s); "
-                "there must be one for each, written by the chat template where the part stands",
+                f"the prompt has {placeholders} {kind} placeholder(s) (token {token}) for {len(by_kind[kind])} "
+                f"{kind}(s); the chat template must write one for each",
                 param=param,
             )
     if not items:
         return Prompt(ids=tuple(ids))
     expanded: list[int] = []
     placed: list[tuple[int, MediaItem]] = []
-    following = {kind: iter(waiting[kind]) for kind in waiting}
+    following = {kind: iter(by_kind[kind]) for kind in by_kind}
     for token in ids:
         if token not in kinds:
             expanded.append(token)
@@ -171,7 +172,10 @@ def expand(
 
 
 def _spans(item: MediaItem, start: int, merge: int) -> list[MediaSpan]:
-    """An image is one span. Steps of a video do not see each other in the tower, so each is a span of its own."""
+    """The spans of an item: one for an image, one per temporal step for a video.
+
+    Temporal steps do not attend to each other in the tower, so each is encoded on its own.
+    """
     steps, rows, columns = item.grid
     patches = item.patches.reshape(steps, rows * columns, *item.patches.shape[1:])
     length = rows * columns // merge**2
@@ -189,12 +193,12 @@ def _spans(item: MediaItem, start: int, merge: int) -> list[MediaSpan]:
 
 
 def _checked_options(part: MediaPart) -> dict[str, Any]:
-    """The part's options without those that are null, each known and of its type; their bounds are checked later."""
+    """The part's options that are not null, checked by name and type. Decoding checks their values."""
     options = {name: value for name, value in part.options.items() if value is not None}
     known = _OPTIONS[part.modality]
     if unknown := sorted(map(str, options.keys() - known)):
         raise InvalidRequest(
-            f"mm_processor_kwargs has {', '.join(unknown)}; known for such a part are {', '.join(sorted(known))}"
+            f"mm_processor_kwargs has {', '.join(unknown)}; supported for {part.modality}: {', '.join(sorted(known))}"
         )
     for name in ("min_pixels", "max_pixels"):
         if name in options and type(options[name]) is not int:

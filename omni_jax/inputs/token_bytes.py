@@ -1,8 +1,8 @@
-"""Token strings of a vocabulary -> the bytes they stand for, and bytes -> text as they arrive.
+"""The bytes of a vocabulary's tokens, and incremental decoding of bytes to text.
 
-Two families of vocabulary are understood, which cover Llama, Qwen, SmolLM, Mistral, Gemma and GPT: byte-level BPE (each
-byte has a printable stand-in) and SentencePiece (`▁` for a space, `<0xE4>` for a byte no token covers). In both, text
-is the UTF-8 reading of the tokens' bytes put one after another, which is what makes a token at a time cheap and exact.
+Two families of vocabulary are supported, which cover Llama, Qwen, SmolLM, Mistral, Gemma and GPT: byte-level BPE (a
+printable character for each byte) and SentencePiece (`▁` for a space, `<0xE4>` for a byte that no token covers). In
+both, text is the UTF-8 decoding of the tokens' concatenated bytes, so decoding one token at a time is cheap and exact.
 """
 
 import codecs
@@ -16,7 +16,8 @@ import tokenizers
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Stand-in character -> byte: GPT-2's table. Printable Latin-1 stands for itself, the rest for U+0100 and on."""
+    """GPT-2's table, character -> byte: printable Latin-1 characters stand for their own bytes, U+0100 and on for the
+    others."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -28,13 +29,13 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenBytes:
-    """How token strings become bytes: the `decoder` of a tokenizer.json, read as data.
+    """The rule that converts token strings to bytes, parsed from the `decoder` of a tokenizer.json.
 
     Attributes:
-        byte_level: characters stand for bytes; a token with any other character (an added one) is its own UTF-8.
-        byte_tokens: `<0xE4>` is the byte E4.
-        replacements: (what, with what) in each token's string, in order: `▁` by a space.
-        leading_spaces: so many spaces at the very start of a text are not part of it.
+        byte_level: each character stands for a byte; a token with other characters (an added one) is UTF-8.
+        byte_tokens: tokens such as `<0xE4>` stand for one byte.
+        replacements: (old, new) pairs to replace in each token's string, in order; for example `▁` by a space.
+        leading_spaces: number of spaces to remove at the start of a text.
     """
 
     byte_level: bool = False
@@ -43,8 +44,8 @@ class TokenBytes:
     leading_spaces: int = 0
 
     @classmethod
-    def of(cls, backend: tokenizers.Tokenizer) -> "TokenBytes":
-        """Reads the decoder of a tokenizer; raises ValueError when it is of another family."""
+    def from_tokenizer(cls, backend: tokenizers.Tokenizer) -> "TokenBytes":
+        """Parse the decoder of a tokenizer; raise ValueError for an unsupported one."""
         decoder: dict[str, Any] = (
             json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
         )
@@ -58,8 +59,8 @@ class TokenBytes:
                     rule = dataclasses.replace(rule, byte_tokens=True)
                 case {"type": "Fuse"}:
                     pass
-                case {"type": "Replace", "pattern": {"String": what}, "content": by}:
-                    rule = dataclasses.replace(rule, replacements=(*rule.replacements, (what, by)))
+                case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                    rule = dataclasses.replace(rule, replacements=(*rule.replacements, (old, new)))
                 case {"type": "Strip", "content": " ", "start": start, "stop": 0} if step is steps[-1]:
                     rule = dataclasses.replace(rule, leading_spaces=start)
                 case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
@@ -68,14 +69,14 @@ class TokenBytes:
                     )
                 case _:
                     raise ValueError(
-                        f"tokenizer.json has a decoder step {step['type']!r} that is not understood here; understood "
-                        "are ByteLevel (GPT-2, Llama 3, Qwen) and Metaspace, or Replace, ByteFallback, Fuse and "
-                        "a final Strip of leading spaces (SentencePiece)"
+                        f"tokenizer.json has an unsupported decoder step {step['type']!r}; supported: ByteLevel "
+                        "(GPT-2, Llama 3, Qwen) and Metaspace, or Replace, ByteFallback, Fuse and a final Strip of "
+                        "leading spaces (SentencePiece)"
                     )
         return rule
 
     def __call__(self, token: str) -> bytes:
-        """The bytes of one token's string; a leading space is still there."""
+        """The bytes of one token's string, including leading spaces."""
         if self.byte_level:
             try:
                 return bytes([_BYTE_OF[char] for char in token])
@@ -83,51 +84,54 @@ class TokenBytes:
                 return token.encode()
         if self.byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
-        for what, by in self.replacements:
-            token = token.replace(what, by)
+        for old, new in self.replacements:
+            token = token.replace(old, new)
         return token.encode()
 
 
 class TextStream:
-    """Text of a token stream, one token at a time; never half a character.
+    """An incremental decoder: the text of a token stream, one token at a time, in whole characters.
 
-    Bytes that may still become a character wait for it (three at most: UTF-8 has no longer beginning). Bytes that
-    cannot become one turn into U+FFFD at once, as Unicode recommends: one for each longest beginning of a character.
-    An unfinished character at the end is one U+FFFD.
+    Up to three bytes that begin a character are held back until it is complete. Invalid bytes become U+FFFD at once, as
+    Unicode recommends: one for each maximal prefix of a character. An incomplete character at the end is one U+FFFD.
 
     Attributes:
-        span: [first, last) characters that the token pushed last has a part in, counted from the start of the text;
-            a character it leaves unfinished counts. Empty when the token adds nothing.
+        span: [first, last) indices of the characters that the last token contributed to, including a character that it
+            leaves incomplete. Empty if the token adds nothing.
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes], *, leading_spaces: int = 0):
-        """bytes_of gives a token's bytes, b"" for a token that is not shown."""
+        """
+        Args:
+            bytes_of: returns a token's bytes; b"" for a token to skip.
+            leading_spaces: number of spaces to remove at the start of the text.
+        """
         self._bytes_of = bytes_of
         self._leading_spaces = leading_spaces
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._length = 0
-        self._unfinished = False
+        self._incomplete = False
         self.span = (0, 0)
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Add a token; return the characters that it completes."""
         data = self._bytes_of(token_id)
         if self._leading_spaces and data:
-            cut = min(self._leading_spaces, len(data) - len(data.lstrip(b" ")))
-            self._leading_spaces = self._leading_spaces - cut if cut == len(data) else 0
-            data = data[cut:]
+            removed = min(self._leading_spaces, len(data) - len(data.lstrip(b" ")))
+            self._leading_spaces = self._leading_spaces - removed if removed == len(data) else 0
+            data = data[removed:]
         return self._decode(data)
 
     def close(self) -> str:
-        """U+FFFD when the last character is unfinished, else nothing; the stream is at its end."""
+        """End the stream; return U+FFFD if the last character is incomplete, otherwise nothing."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, *, final: bool = False) -> str:
-        # A character is waiting and this token does not go on with it: it starts after the U+FFFD that is put there.
-        breaks_off = self._unfinished and bool(data) and not 0x80 <= data[0] < 0xC0
-        first = self._length + breaks_off
+        # If this token does not continue the incomplete character, its text starts after that character's U+FFFD.
+        interrupts = self._incomplete and bool(data) and not 0x80 <= data[0] < 0xC0
+        first = self._length + interrupts
         text = self._utf8.decode(data, final)
         self._length += len(text)
-        self._unfinished = bool(self._utf8.getstate()[0])
-        self.span = (first, self._length + self._unfinished if data else first)
+        self._incomplete = bool(self._utf8.getstate()[0])
+        self.span = (first, self._length + self._incomplete if data else first)
         return text

@@ -1,4 +1,4 @@
-"""Text and messages -> token ids, token ids -> text, for a Hugging Face model directory. Local files only."""
+"""The tokenizer and chat template of a Hugging Face model directory. Reads local files only."""
 
 import inspect
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-# On import transformers advises to install PyTorch, which this engine never uses.
+# Suppresses transformers' advice to install PyTorch, which this engine does not use.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from transformers import PreTrainedTokenizerFast
@@ -19,34 +19,34 @@ from omni_jax.inputs.control_tokens import ControlTokens
 from omni_jax.inputs.token_bytes import TextStream, TokenBytes
 from omni_jax.requests import InvalidRequest, MediaModality
 
-# What template_kwargs cannot name: arguments of the call that renders, and variables that come from elsewhere.
+# Names that template_kwargs cannot set: arguments of apply_chat_template, and variables set elsewhere.
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
     "messages",
     "kwargs",
 }
-# What a template can raise over data it did not foresee, besides jinja2's own errors.
-_TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# What a template can raise for data it does not expect, besides jinja2's own errors.
+_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Tokenizer:
-    """Encoding, decoding and chat templates of one model. Safe to share between threads: nothing in it changes.
+    """Encoding, decoding and chat template of one model. Immutable, so threads can share it.
 
     Attributes:
-        vocab_size: tokens in the vocabulary, added ones included.
+        vocab_size: number of tokens in the vocabulary, including added ones.
         special_ids: ids of the special (control) tokens.
-        eos_token_id: the tokenizer's own end of sequence, or None; generation_config.json may name more.
+        eos_token_id: the tokenizer's end-of-sequence token, or None; generation_config.json may list more.
         has_chat_template: whether render_chat can be used.
-        media_slots: what the chat template writes a slot for where it is given a part of that kind.
+        template_modalities: the modalities that the chat template writes placeholders for.
     """
 
     def __init__(self, hf: PreTrainedTokenizerFast):
         self._hf = hf
         self._backend = hf.backend_tokenizer
-        self._backend.no_truncation()  # set once, here: changing it while others encode is the classic fault
+        self._backend.no_truncation()  # set once, here: changing it is not safe while other threads encode
         self._backend.no_padding()
-        rule = TokenBytes.of(self._backend)
+        rule = TokenBytes.from_tokenizer(self._backend)
         vocab = self._backend.get_vocab(with_added_tokens=True)
-        self._bytes = [b""] * (max(vocab.values()) + 1)  # by id; read once here, since each generated token asks
+        self._bytes = [b""] * (max(vocab.values()) + 1)  # by id, computed once: every generated token looks its own up
         for token, i in vocab.items():
             self._bytes[i] = rule(token)
         self._leading_spaces = rule.leading_spaces
@@ -56,26 +56,23 @@ class Tokenizer:
         self.eos_token_id = hf.eos_token_id if isinstance(hf.eos_token_id, int) else None
         self.has_chat_template = bool(hf.chat_template)
         kinds: tuple[MediaModality, ...] = ("image", "video")
-        self.media_slots = frozenset(kind for kind in kinds if self._slots({"type": kind}) > self._slots())
-
-    @property
-    def has_media_slots(self) -> bool:
-        """Whether the chat template is for a model that reads images or video."""
-        return bool(self.media_slots)
+        placeholders = self._count_added_tokens
+        self.template_modalities = frozenset(kind for kind in kinds if placeholders({"type": kind}) > placeholders())
 
     @classmethod
     def from_directory(cls, path: str | Path, *, chat_template: str | None = None) -> "Tokenizer":
-        """Reads tokenizer.json, and what beside it holds special tokens and the chat template.
+        """Read tokenizer.json, and the files beside it with special tokens and the chat template.
 
-        tokenizer.json is taken as it is; the class that tokenizer_config.json names is not used, because several of
-        those build their own pre-tokenizer from the vocabulary (SmolLM2's digits would be lost).
+        tokenizer.json is used as it is, without the class that tokenizer_config.json names: several of those classes
+        replace the pre-tokenizer by their own, and SmolLM2 would lose its splitting of digits.
 
         Args:
-            chat_template: replaces the model's own; Jinja text, or the path of a file that holds it.
+            chat_template: replaces the model's chat template; Jinja text, or the path of a file that holds it.
 
         Raises:
-            FileNotFoundError: no tokenizer.json there, or no such template file.
-            ValueError: files that cannot be read, a vocabulary of an unknown family, a template with a syntax error.
+            FileNotFoundError: there is no tokenizer.json, or no such template file.
+            ValueError: a file cannot be parsed, the vocabulary is of an unsupported family, or the template has a
+                syntax error.
         """
         path = Path(path)
         if not (path / "tokenizer.json").is_file():
@@ -83,42 +80,44 @@ class Tokenizer:
                 f"no tokenizer.json in {path}; expected a model directory in Hugging Face layout, tokenizer included"
             )
         try:
-            json.loads((path / "tokenizer.json").read_bytes())  # the library's own error names neither file nor cause
+            json.loads((path / "tokenizer.json").read_bytes())  # the library's error has neither file nor cause
         except ValueError as error:
-            raise ValueError(f"{path / 'tokenizer.json'} is not whole JSON (truncated?): {error}") from error
+            raise ValueError(f"{path / 'tokenizer.json'} is not valid JSON (truncated?): {error}") from error
         hf = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         if chat_template is not None:
             hf.chat_template = _template_text(chat_template)
         elif not hf.chat_template:
-            hf.chat_template = _processors_template(path)
+            hf.chat_template = _processor_template(path)
         try:
-            if hf.chat_template:  # compiles it, and a misspelt one is found now instead of with each request
+            if hf.chat_template:  # compile it now, so that a syntax error fails the start and not every request
                 hf.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from error
-        except (jinja2.TemplateError, *_TEMPLATE_FAULTS):
-            pass  # it may want a system message, or tools; that is between it and its clients
+        except (jinja2.TemplateError, *_TEMPLATE_ERRORS):
+            pass  # the template may require a system message or tools, which this test does not have
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Spellings of special tokens in it become special tokens, as in vLLM's /v1/completions:
-        a raw prompt is written by the caller as the model shall see it. Text of a chat goes through render_chat.
+        """Encode a raw prompt.
 
-        Raises InvalidRequest for an unpaired surrogate.
+        Spellings of special tokens become special tokens, as in vLLM's /v1/completions. Use render_chat for messages.
+
+        Raises:
+            InvalidRequest: the text has an unpaired surrogate.
         """
         return self._backend.encode(clean_text(text, "prompt"), add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids: the UTF-8 reading of their bytes, less the leading space a SentencePiece text begins with.
+        """Decode token ids: the UTF-8 text of their bytes, without SentencePiece's leading space.
 
-        Equal to what the stream gives in pieces, and to the tokenizers library, whose byte-fallback decoder alone
-        differs: it gives one U+FFFD for each byte of a run with a fault in it, the sound characters included.
+        Equal to the concatenated output of `stream`, and to the tokenizers library except for its byte-fallback
+        decoder: that turns every byte of a run with an invalid one into U+FFFD, valid characters included.
         """
         stream = self.stream(skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.close()])
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A fresh incremental decoder: decode, a token at a time."""
+        """Create an incremental decoder: `decode`, one token at a time."""
 
         def bytes_of(token_id: int) -> bytes:
             return b"" if skip_special_tokens and token_id in self.special_ids else self.token_bytes(token_id)
@@ -126,14 +125,14 @@ class Tokenizer:
         return TextStream(bytes_of, leading_spaces=self._leading_spaces)
 
     def token_text(self, token_id: int) -> str:
-        """One token's text by itself, special tokens spelt out; bytes that are no whole character are U+FFFD."""
+        """The text of one token, special tokens included; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, special tokens spelt out; b"" for an id that is not in the vocabulary.
+        """The bytes of one token, special tokens included; b"" for an id outside the vocabulary.
 
-        The bytes of generated tokens, one after another, are the UTF-8 of their text (SentencePiece: before the one
-        leading space is taken off).
+        The concatenated bytes of generated tokens are the UTF-8 encoding of their text (SentencePiece: with the leading
+        space).
         """
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
@@ -147,21 +146,23 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, through the chat template. Special tokens stand only where the template puts
-        them: their spellings in messages, tools and template_kwargs are encoded as plain text. So are those of the
-        placeholders of media, each of which stands for a part that was given.
+        """Encode a conversation through the chat template.
+
+        Only the template can write special tokens and media placeholders: their spellings in messages, tools and
+        template_kwargs are encoded as plain text.
 
         Args:
-            messages: OpenAI message objects; see chat.normal_messages for what is accepted.
-            modalities: what the model reads besides text; the template gets lists of parts then.
-            add_generation_prompt: end with the beginning of an assistant's turn.
-            continue_final_message: leave the last message open, so that the model goes on with it; excludes
+            messages: OpenAI message objects; see chat.normal_messages.
+            modalities: what the model reads besides text; if not empty, the template gets content as lists of parts.
+            add_generation_prompt: end with the beginning of an assistant turn.
+            continue_final_message: leave the last message open for the model to continue; excludes
                 add_generation_prompt.
             tools: OpenAI tool objects.
-            template_kwargs: further variables of the template.
+            template_kwargs: additional variables for the template.
 
         Raises:
-            InvalidRequest: see normal_messages; an unpaired surrogate; no template; the template refuses or fails.
+            InvalidRequest: the messages are invalid (see normal_messages), a text has an unpaired surrogate, or the
+                template is missing or fails.
         """
         if not self.has_chat_template:
             raise InvalidRequest(
@@ -175,16 +176,16 @@ class Tokenizer:
             )
         if reserved := sorted(_RESERVED & set(template_kwargs or ())):
             raise InvalidRequest(
-                f"chat_template_kwargs cannot set {', '.join(reserved)}: set elsewhere", param="chat_template_kwargs"
+                f"chat_template_kwargs cannot set {', '.join(reserved)}: reserved", param="chat_template_kwargs"
             )
         nonce = self._control.nonce()
 
-        def hidden(value: Any, param: str) -> Any:
-            return map_strings(value, lambda text: self._control.hide(clean_text(text, param), nonce), param=param)
+        def escape(value: Any, param: str) -> Any:
+            return map_strings(value, lambda text: self._control.escape(clean_text(text, param), nonce), param=param)
 
-        conversation = hidden(normal_messages(messages, modalities=modalities), "messages")
-        schemas = hidden(tools or None, "tools")
-        variables = hidden(dict(template_kwargs or {}), "chat_template_kwargs")
+        conversation = escape(normal_messages(messages, modalities=modalities), "messages")
+        schemas = escape(tools or None, "tools")
+        variables = escape(dict(template_kwargs or {}), "chat_template_kwargs")
         try:
             rendered = self._hf.apply_chat_template(
                 conversation,
@@ -194,44 +195,46 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **variables,
             )
-        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
-            reason = self._control.reveal((str(error).splitlines() or [type(error).__name__])[0], nonce)
+        except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
+            reason = self._control.unescape((str(error).splitlines() or [type(error).__name__])[0], nonce)
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {reason}", param="messages"
             ) from error
         return self._control.encode(str(rendered), nonce)
 
-    def _slots(self, *media: Mapping[str, str]) -> int:
-        """How many added tokens the template writes for one message of a text and these parts; -1 if it cannot. A
-        template for text only may well print the list of parts, but that is no token more."""
+    def _count_added_tokens(self, *media: Mapping[str, str]) -> int:
+        """Count the added tokens that the template writes for a message of text and these parts; -1 if it fails.
+
+        A text-only template may print the list of parts, but that adds no such token.
+        """
         if not self.has_chat_template:
             return -1
         message: Any = {"role": "user", "content": [{"type": "text", "text": "Hello"}, *media]}
         try:
             rendered = self._hf.apply_chat_template([message], tokenize=False)
-        except (jinja2.TemplateError, *_TEMPLATE_FAULTS):
+        except (jinja2.TemplateError, *_TEMPLATE_ERRORS):
             return -1
         added = self._backend.get_added_tokens_decoder().keys()
         return sum(i in added for i in self._backend.encode(str(rendered), add_special_tokens=False).ids)
 
 
 def _template_text(given: str) -> str:
-    if "{" in given or "\n" in given:  # every template has a brace, hardly a path does
+    if "{" in given or "\n" in given:  # every template has a brace; paths rarely do
         return given
     if not Path(given).is_file():
         raise FileNotFoundError(f"chat_template is neither Jinja text (it has no brace) nor a file: {given}")
     return Path(given).read_text(encoding="utf-8")
 
 
-def _processors_template(path: Path) -> str | None:
-    """The template Qwen2-VL's directories keep in a file of its own, for the processor: {"chat_template": text}."""
+def _processor_template(path: Path) -> str | None:
+    """Read the template in Qwen2-VL's chat_template.json: {"chat_template": text}."""
     file = path / "chat_template.json"
     if not file.is_file():
         return None
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
+        raise ValueError(f"{file} is not JSON: {error}") from error
     template = content.get("chat_template") if isinstance(content, dict) else None
     if not isinstance(template, str):
         raise ValueError(f'{file} must hold {{"chat_template": "..."}}')

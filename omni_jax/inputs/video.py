@@ -1,8 +1,8 @@
-"""Video, from a file's bytes or a list of images to the patches of the vision tower.
+"""Video: from a file's bytes or a list of images to the patches of the vision tower.
 
-Which frames are taken, and the size they get, is the arithmetic of transformers' Qwen2-VL video processor (5.24, with
-cap_pixels_per_frame on, as the model's authors do it); that class itself needs torch. Frames are resized by Pillow like
-images are, where it would use torchvision: some values differ by a level of 255.
+Frames are sampled and sized by the arithmetic of transformers' Qwen2-VL video processor (5.24, with
+cap_pixels_per_frame on, as the model's authors have it), a class that needs torch. Frames are resized by Pillow, like
+images, and not by torchvision: some pixel values differ by 1 of 255.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from omni_jax.inputs.image import (
     VisionSettings,
     as_image,
     check_pixels,
-    cut,
+    patchify,
     pixel_bounds,
     resized_size,
     to_rgb,
 )
 from omni_jax.requests import InvalidRequest
 
-MAX_SOURCE_FRAMES = 2**18  # of a video: two hours and a half at 30 a second
+MAX_SOURCE_FRAMES = 2**18  # frames in a video file: two and a half hours at 30 fps
 MAX_SOURCE_SECONDS = 24 * 3600
-MAX_DECODED_PIXELS = 2**37  # the work of one video: 36 minutes of 1080p at 30 frames a second, all of them needed
-MAX_VIDEO_TOKENS = 128_000  # transformers' default of that name; the frames share 90 % of so many tokens' pixels
+MAX_DECODED_PIXELS = 2**37  # pixels decoded for one video: 36 minutes of 1080p at 30 fps, if every frame is needed
+MAX_VIDEO_TOKENS = 128_000  # transformers' default; the frames of a video share 90 % of these tokens' pixels
 
-# FFmpeg's demuxer by the first bytes of a file. It is named to FFmpeg, which so never takes the bytes for a playlist
-# (HLS, DASH, concat, SDP) and opens what that names. These containers hold all they need.
+# FFmpeg's demuxer by the first bytes of a file. FFmpeg is given the demuxer's name, so that it never takes the bytes
+# for a playlist (HLS, DASH, concat, SDP) and opens the files in it. These containers refer to no other files.
 _DEMUXERS = {
     "mov": rb"....(ftyp|moov|moof|styp|sidx|mdat|free|skip|wide|pnot)",
     "matroska": rb"\x1aE\xdf\xa3",
@@ -51,21 +51,21 @@ _DEMUXERS = {
 }
 _CODECS = "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,av1,libdav1d,mpeg4,mpeg2video,mpeg1video,h263,theora,mjpeg,prores,gif"
 
-# A title that is no UTF-8 is no reason to refuse a video. av 19 knows that by itself, and takes no such argument.
+# Accepts metadata that is not UTF-8, for example a title. av 19 does so by default and has no such argument.
 _METADATA: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 
-# What Image.transpose does to make a frame stand upright, by the container's rotation in degrees (anticlockwise).
+# The transposition that turns a frame upright, by the container's rotation in degrees (anticlockwise).
 _UPRIGHT = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Frames:
-    """The frames taken of a video, in order.
+    """The frames sampled from a video, in order.
 
     Attributes:
-        images: at least one.
-        seconds_per_frame: from one of these to the next.
-        source_size: (height, width) the video has, where its frames were resized already; else None.
+        images: one or more images.
+        seconds_per_frame: seconds from one of these frames to the next.
+        source_size: (height, width) of the video before its frames were resized; None if they were not.
     """
 
     images: Sequence[Image.Image]
@@ -75,14 +75,14 @@ class Frames:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Video:
-    """What reading a file through without decoding tells. Arrays have an entry for each packet, in decoding order.
+    """Properties of a video file, read without decoding. Arrays have an entry per packet, in decoding order.
 
     Attributes:
-        pts: int64, when it is shown; None where that is not known of each packet.
-        key: decoding can begin here.
-        shown: its frame is shown (an edit list may skip some).
-        rate: frames a second.
-        size: (height, width) by the header.
+        pts: int64, presentation times; None if they are not known for every packet.
+        key: whether decoding can begin at the packet (a key frame).
+        shown: whether the packet's frame is shown; an edit list may skip some.
+        rate: frames per second.
+        size: (height, width) from the header.
     """
 
     pts: np.ndarray | None
@@ -102,54 +102,56 @@ def decode_video(
     max_pixels: int | None = None,
     max_source_pixels: int = MAX_SOURCE_PIXELS,
 ) -> Frames:
-    """Decodes the frames that are wanted of a video, and no more than they need.
+    """Decode the sampled frames of a video, and only the packets they need.
 
-    The file is first read through without decoding, which gives the number of frames whatever its header claims, and
-    checks all bounds. Then each wanted frame is decoded from the key frame before it and resized at once, so that one
-    frame of the video's own size is held at a time.
+    A first pass reads the file without decoding: it counts the frames, which the header may misstate, and checks all
+    limits. The second pass decodes each sampled frame from the key frame before it and resizes it at once, so that
+    memory holds one frame of the original size at a time.
 
     Args:
         data: a whole file (MP4, MOV, MKV, WebM, AVI, MPEG, FLV, Ogg, GIF).
-        fps: frames to take of a second; settings.fps when neither it nor num_frames is given. See sample_indices.
-        num_frames: frames to take of the whole video instead.
-        min_pixels, max_pixels: of a resized frame, as in pack_video.
-        max_source_pixels: of a frame in the video's own size.
+        fps: frames to sample per second. Default: settings.fps, if num_frames is not given. See sample_indices.
+        num_frames: frames to sample from the whole video, instead of fps.
+        min_pixels, max_pixels: bounds on a resized frame, as in pack_video.
+        max_source_pixels: limit on the pixels of a frame before it is resized.
 
     Raises:
-        InvalidRequest: no video, a damaged or truncated one, beyond a bound, or fps and num_frames that cannot be. The
-            message is about "the video" and names no part: the caller knows which it was.
+        InvalidRequest: the bytes are not a video, or it is damaged, truncated or beyond a limit, or fps and num_frames
+            are invalid. The message refers to "the video"; the caller adds the part's place in the request.
     """
     _check_sampling(settings, fps, num_frames)
-    low, high = pixel_bounds(min_pixels, max_pixels, least=settings.video_min_pixels, most=settings.video_max_pixels)
-    video = _survey(data, max_source_pixels)
+    low, high = _frame_bounds(min_pixels, max_pixels, settings)
+    video = _scan(data, max_source_pixels)
     total, by_time = int(video.shown.sum()), video.pts is not None
     while True:
         wanted = sample_indices(total, video.rate, settings, fps=fps, num_frames=num_frames)
-        places, taken = set(wanted.tolist()), {}
-        seen, source, size = 0, None, None
+        places, images = set(wanted.tolist()), {}
+        decoded, source, size = 0, None, None
         with contextlib.closing(_numbered(data, video, wanted, max_source_pixels, by_time=by_time)) as frames:
-            for seen, (number, frame) in enumerate(frames, start=1):  # noqa: B007
-                if number in places and number not in taken:
+            for decoded, (number, frame) in enumerate(frames, start=1):  # noqa: B007
+                if number in places and number not in images:
                     image = _frame_image(frame, max_source_pixels)
                     source = source or (image.height, image.width)
                     size = size or frame_size(*source, len(wanted), settings, min_pixels=low, max_pixels=high)
-                    taken[number] = _resized(image, size, settings)
-                    if len(taken) == len(places):
+                    images[number] = _resize(image, size, settings)
+                    if len(images) == len(places):
                         break
-        if len(taken) == len(places):
+        if len(images) == len(places):
             break
-        # Packets without a frame of their own: go by what the decoder gives, as transformers does, and by how many.
+        # Some packets have no frame of their own: number and count the frames that the decoder returns, as transformers
+        # does.
         if not by_time:
-            if not 0 < seen < total:
+            if not 0 < decoded < total:
                 raise _invalid("the video is damaged: its frames cannot be decoded")
-            total = seen
+            total = decoded
         by_time = False
-    sampled = len(wanted) / total * video.rate
-    images = [taken[number] for number in wanted.tolist()]
-    return Frames(images=images, seconds_per_frame=1 / sampled, source_size=source)
+    fps_sampled = len(wanted) / total * video.rate
+    return Frames(
+        images=[images[number] for number in wanted.tolist()], seconds_per_frame=1 / fps_sampled, source_size=source
+    )
 
 
-def video_of(
+def video_from_frames(
     images: Sequence,
     settings: VisionSettings,
     *,
@@ -157,20 +159,23 @@ def video_of(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> Frames:
-    """A video from a list of its frames: Pillow images, arrays, or the bytes of image files. Each is resized as soon
-    as it is decoded: small files may hold large images, and there may be many.
+    """A video from a list of its frames: Pillow images, arrays, or the bytes of image files.
+
+    Each frame is resized as soon as it is decoded, to limit memory: there may be many, and small files may hold large
+    images.
 
     Args:
-        fps: how many of them are a second; settings.fps when None.
-        min_pixels, max_pixels: of a resized frame, as in pack_video.
+        fps: frames per second of the list. Default: settings.fps.
+        min_pixels, max_pixels: bounds on a resized frame, as in pack_video.
 
     Raises:
-        InvalidRequest: none, too many or of different sizes; what as_image and to_rgb refuse, with the frame's place.
+        InvalidRequest: there are no frames, too many, or of different sizes; or as_image or to_rgb refuses one, with
+            its index.
     """
     _check_sampling(settings, fps, None)
     if not 1 <= len(images) <= settings.max_frames:
-        raise _invalid(f"the video has {len(images)} frames; 1 to {settings.max_frames} are possible")
-    low, high = pixel_bounds(min_pixels, max_pixels, least=settings.video_min_pixels, most=settings.video_max_pixels)
+        raise _invalid(f"the video has {len(images)} frames, expected 1 to {settings.max_frames}")
+    low, high = _frame_bounds(min_pixels, max_pixels, settings)
     resized: list[Image.Image] = []
     source = size = (0, 0)
     for i, image in enumerate(images):
@@ -183,10 +188,10 @@ def video_of(
             size = frame_size(*source, len(images), settings, min_pixels=low, max_pixels=high)
         if (frame.height, frame.width) != source:
             raise _invalid(
-                f"frame {i} is {frame.width} x {frame.height} pixels and frame 0 is {source[1]} x {source[0]}; the "
-                "frames of a video have one size"
+                f"frame {i} has {frame.width} x {frame.height} pixels, but frame 0 has {source[1]} x {source[0]}; all "
+                "frames of a video must have the same size"
             )
-        resized.append(_resized(frame, size, settings))
+        resized.append(_resize(frame, size, settings))
     rate = fps or settings.fps
     _check_seconds(len(images), rate)
     return Frames(images=resized, seconds_per_frame=1 / rate, source_size=source)
@@ -195,17 +200,18 @@ def video_of(
 def pack_video(
     frames: Frames, settings: VisionSettings, *, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> MediaItem:
-    """Resizes frames, where that was not done, and cuts them into patches; the last frame is repeated to fill the last
-    temporal step.
+    """Resize frames that are not resized yet, and cut them into patches.
+
+    The last frame is repeated to fill the last temporal step.
 
     Args:
-        min_pixels, max_pixels: of a resized frame; replace the settings', and max_pixels may only be smaller. Of frames
-            from decode_video or video_of, they must be those given there.
+        min_pixels, max_pixels: replace the settings' bounds on a resized frame; max_pixels may only lower them. For
+            frames from decode_video or video_from_frames, pass the values given there.
 
     Raises:
         InvalidRequest: see pixel_bounds and resized_size.
     """
-    low, high = pixel_bounds(min_pixels, max_pixels, least=settings.video_min_pixels, most=settings.video_max_pixels)
+    low, high = _frame_bounds(min_pixels, max_pixels, settings)
     images = [to_rgb(image) for image in frames.images]
     source = frames.source_size or (images[0].height, images[0].width)
     size = frame_size(*source, len(images), settings, min_pixels=low, max_pixels=high)
@@ -214,8 +220,9 @@ def pack_video(
     patches = np.empty((grid[0], grid[1] * grid[2], 3, each, settings.patch_size, settings.patch_size), np.uint8)
     for step in range(grid[0]):
         places = np.minimum(np.arange(step * each, (step + 1) * each), len(images) - 1)
-        patches[step] = cut(np.stack([np.asarray(_resized(images[i], size, settings)) for i in places]), settings)
-    return MediaItem.of(
+        frames_of_step = np.stack([np.asarray(_resize(images[i], size, settings)) for i in places])
+        patches[step] = patchify(frames_of_step, settings)
+    return MediaItem.from_patches(
         "video",
         patches.reshape(-1, *patches.shape[2:]),
         grid,
@@ -227,61 +234,64 @@ def pack_video(
 def sample_indices(
     total: int, rate: float, settings: VisionSettings, *, fps: float | None = None, num_frames: int | None = None
 ) -> np.ndarray:
-    """Which frames of a video are taken, evenly from its whole length.
+    """Indices of the frames to sample, spread evenly over the video.
 
     Their number is a multiple of temporal_patch_size (unless the video has fewer frames than that), at most
-    settings.max_frames and at most what the video has. By fps it is also at least settings.min_frames.
+    settings.max_frames and at most `total`. With fps it is also at least settings.min_frames.
 
     Args:
-        total: frames in the video.
-        rate: frames a second in it.
-        fps: frames to take of a second; settings.fps when neither it nor num_frames is given.
-        num_frames: frames to take in all, rounded to the nearest multiple.
+        total: number of frames in the video.
+        rate: frames per second of the video.
+        fps: frames to sample per second. Default: settings.fps, if num_frames is not given.
+        num_frames: number of frames to sample, rounded to the nearest multiple.
 
     Returns:
         int64, increasing.
     """
     step = settings.temporal_patch_size
-    most = min(settings.max_frames, total) // step * step
+    limit = min(settings.max_frames, total) // step * step
     if num_frames is not None:
-        count = min(max(round(num_frames / step), 1) * step, most)
+        count = min(max(round(num_frames / step), 1) * step, limit)
     else:
-        count = min(max(total / rate * (fps or settings.fps), settings.min_frames), most)
+        count = min(max(total / rate * (fps or settings.fps), settings.min_frames), limit)
     count = math.floor(count / step) * step or min(total, step)
-    # In whole numbers; transformers' float steps now and then give one more, behind the last frame, and lose it later.
+    # Integer arithmetic. transformers' float steps sometimes give one more index, past the last frame, dropped later.
     return np.arange(count) * total // count
 
 
 def frame_size(
     height: int, width: int, count: int, settings: VisionSettings, *, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """(height, width) of a video's frames after resizing: like an image's, and each has at most its share of the pixels
-    a video may have in all, but 5 % more than min_pixels in any case (transformers' cap_pixels_per_frame).
+    """(height, width) of a video's frames after resizing.
 
-    Raises InvalidRequest; see resized_size.
+    As for an image, but a frame has at most its share of the total pixels of a video. The share is at least 5 % above
+    min_pixels (transformers' cap_pixels_per_frame).
+
+    Raises:
+        InvalidRequest: see resized_size.
     """
-    in_all = int(MAX_VIDEO_TOKENS * settings.factor**2 * 0.9)
-    share = max(min(max_pixels, in_all * settings.temporal_patch_size // count), int(min_pixels * 1.05))
+    total = int(MAX_VIDEO_TOKENS * settings.factor**2 * 0.9)
+    share = max(min(max_pixels, total * settings.temporal_patch_size // count), int(min_pixels * 1.05))
     return resized_size(
         height,
         width,
         settings.factor,
         min_pixels=min_pixels,
         max_pixels=share,
-        most=settings.video_max_pixels,
+        limit=settings.video_max_pixels,
         what="the video",
     )
 
 
 def needed_packets(pts: np.ndarray, key: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Which packets must be decoded to get the frames of some.
+    """The packets that must be decoded to get the frames of the wanted packets.
 
-    A frame needs what comes between its key frame and itself in decoding order. One that is shown before its key frame
-    may need the whole group before, too.
+    A frame needs the packets from its key frame to itself in decoding order. A frame that is shown before its key frame
+    may also need the whole group of packets before that.
 
     Args:
-        pts: int64 [packets] in decoding order, all different.
-        key: bool [packets].
+        pts: int64 [packets], presentation times in decoding order, all different.
+        key: bool [packets], key frames.
         wanted: bool [packets].
 
     Returns:
@@ -298,55 +308,60 @@ def needed_packets(pts: np.ndarray, key: np.ndarray, wanted: np.ndarray) -> np.n
     return needed
 
 
+def _frame_bounds(min_pixels: int | None, max_pixels: int | None, settings: VisionSettings) -> tuple[int, int]:
+    return pixel_bounds(
+        min_pixels, max_pixels, default_min=settings.video_min_pixels, server_max=settings.video_max_pixels
+    )
+
+
 def _check_sampling(settings: VisionSettings, fps: float | None, num_frames: int | None) -> None:
     if fps is not None and num_frames is not None:
-        raise _invalid("fps and num_frames exclude each other; give one of them")
+        raise _invalid("fps and num_frames exclude each other; set only one of them")
     if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf):
         raise _invalid(f"fps must be a number greater than 0, got {fps!r}")
     if num_frames is not None and (type(num_frames) is not int or not 1 <= num_frames <= settings.max_frames):
         raise _invalid(
-            f"num_frames must be a whole number from 1 to the server's {settings.max_frames}, got {num_frames!r}"
+            f"num_frames must be a whole number from 1 to {settings.max_frames} (server's limit), got {num_frames!r}"
         )
 
 
 def _check_seconds(frames: int, rate: float) -> None:
     if frames / rate > MAX_SOURCE_SECONDS:
-        raise _invalid(f"the video lasts {frames / rate:,.0f} seconds; at most {MAX_SOURCE_SECONDS:,} are possible")
+        raise _invalid(f"the video lasts {frames / rate:,.0f} seconds, the limit is {MAX_SOURCE_SECONDS:,}")
 
 
 @contextlib.contextmanager
-def _faults() -> Iterator[None]:
+def _errors_as_invalid_request() -> Iterator[None]:
     try:
         yield
     except InvalidRequest:
         raise
     except FFmpegError as error:
-        raise _invalid(f"the video is damaged, or of a kind that is not read here: {error.strerror}") from error
+        raise _invalid(f"the video is damaged or of an unsupported kind: {error.strerror}") from error
     except (ValueError, MemoryError) as error:
         raise _invalid(f"the video is damaged: {error}") from error
 
 
 @contextlib.contextmanager
-def _opened(data: bytes, max_source_pixels: int) -> Iterator[tuple]:
-    """(container, stream) of a video, with nothing reachable for FFmpeg but these bytes."""
+def _open(data: bytes, max_source_pixels: int) -> Iterator[tuple]:
+    """Yield (container, stream) of a video; FFmpeg can read these bytes only, no other file."""
 
     def refuse(url: str, *_: object) -> None:
-        raise ValueError(f"the video names another file, {url!r}")
+        raise ValueError(f"the video refers to another file, {url!r}")
 
     limits = {"max_pixels": str(max_source_pixels)}
     options = {"codec_whitelist": _CODECS, "protocol_whitelist": "", **limits}
     source, demuxer = io.BytesIO(data), _demuxer(data)
     with (
-        _faults(),
+        _errors_as_invalid_request(),
         av.open(source, "r", demuxer, options=options, io_open=refuse, **_METADATA) as container,
     ):
         stream: Any = container.streams.best("video")
         if stream is None:
-            raise _invalid("the video has no images in it, only sound or text")
+            raise _invalid("the file has no video stream")
         if stream.codec_context is None or not stream.codec_context.width:
             raise _invalid(
-                f"the video is coded in a way that is not read here, or its frames have more than "
-                f"{max_source_pixels:,} pixels"
+                f"the video's codec is not supported, or its frames have more than {max_source_pixels:,} pixels"
             )
         stream.codec_context.options = limits
         yield container, stream
@@ -354,31 +369,31 @@ def _opened(data: bytes, max_source_pixels: int) -> Iterator[tuple]:
 
 def _demuxer(data: bytes) -> str:
     """The name of FFmpeg's demuxer for a file."""
-    for name, begin in _DEMUXERS.items():
-        if re.match(begin, data, re.DOTALL):
+    for name, signature in _DEMUXERS.items():
+        if re.match(signature, data, re.DOTALL):
             if name == "mov":
                 _check_box_counts(data)
             return name
     raise _invalid(
-        f"the {len(data):,} bytes are no video in a known container (MP4, MOV, MKV, WebM, AVI, MPEG, FLV, Ogg, GIF)"
+        f"the {len(data):,} bytes are not a video in a supported container: MP4, MOV, MKV, WebM, AVI, MPEG, FLV, Ogg, "
+        "GIF"
     )
 
 
 def _check_box_counts(data: bytes) -> None:
-    """Refuses an MP4 that claims more samples than it has bytes: FFmpeg would make a table of 24 bytes for each."""
+    """Raise InvalidRequest for an MP4 that claims more samples than it has bytes.
+
+    FFmpeg would allocate a table of 24 bytes per sample.
+    """
     place = samples = 0
     while place + 16 <= len(data):
         size, kind, large = struct.unpack_from(">I4sQ", data, place)
         size = large if size == 1 else size
-        size = size if size >= 8 else len(data)  # 0 is "to the end"
-        if (
-            kind != b"mdat"
-        ):  # coded frames, in which these words may occur by chance, and FFmpeg does not look for boxes
+        size = size if size >= 8 else len(data)  # size 0: the box extends to the end
+        if kind != b"mdat":  # mdat holds coded frames and no boxes; these names may occur in it by chance
             boxes = data[place : place + size]
-            if (
-                b"cmvd" in boxes
-            ):  # a compressed header, as QuickTime wrote them in the nineties; who knows what is in it
-                raise _invalid("the video has a compressed header, which is not read here; convert it")
+            if b"cmvd" in boxes:  # a compressed header, from QuickTime in the 1990s; its contents cannot be checked
+                raise _invalid("the video has a compressed header, which is not supported; convert it")
             for box in re.finditer(rb"stsz.{8}(....)|trun.{4}(....)", boxes, re.DOTALL):
                 samples += int.from_bytes(box[1] or box[2])
         place += size
@@ -386,10 +401,11 @@ def _check_box_counts(data: bytes) -> None:
         raise _invalid(f"the video is damaged: it claims {samples:,} samples in {len(data):,} bytes")
 
 
-def _survey(data: bytes, max_source_pixels: int) -> _Video:
+def _scan(data: bytes, max_source_pixels: int) -> _Video:
+    """Read a file's packets without decoding them, and check its limits."""
     if not data:
         raise _invalid("the video is empty: 0 bytes")
-    with _opened(data, max_source_pixels) as (container, stream):
+    with _open(data, max_source_pixels) as (container, stream):
         width, height = stream.codec_context.width, stream.codec_context.height
         check_pixels(width, height, "a frame of the video", max_source_pixels)
         pts, key, shown, duration = [], [], [], 0
@@ -397,7 +413,7 @@ def _survey(data: bytes, max_source_pixels: int) -> _Video:
             if not packet.size:
                 continue
             if len(pts) == MAX_SOURCE_FRAMES:
-                raise _invalid(f"the video has more than {MAX_SOURCE_FRAMES:,} frames; cut it into pieces")
+                raise _invalid(f"the video has more than {MAX_SOURCE_FRAMES:,} frames; split it")
             pts.append(packet.pts)
             key.append(packet.is_keyframe)
             shown.append(not packet.is_discard)
@@ -405,16 +421,16 @@ def _survey(data: bytes, max_source_pixels: int) -> _Video:
         if not any(shown):
             raise _invalid("the video has no frames")
         if container.format.name.startswith("mov") and len(pts) < stream.frames:
-            raise _invalid(f"the video is cut short: {len(pts)} of its {stream.frames} frames are there")
+            raise _invalid(f"the video is truncated: it has {len(pts)} of its {stream.frames} frames")
         times = None
         if None not in pts and len(set(pts)) == len(pts):
             times = np.array(pts, np.int64)
             if stream.codec_context.has_b_frames and (np.diff(times) > 0).all():
-                times = None  # frames change places after decoding, and these times know nothing of it: AVI
+                times = None  # AVI: frames are reordered after decoding, but these times are in decoding order
         rate = float(stream.average_rate or stream.guessed_rate or 0)
         seconds = 0.0 if times is None else float((int(times.max()) - int(times.min()) + duration) * stream.time_base)
         if seconds > 0 and abs(rate * seconds - len(pts)) > 0.1 * len(pts):
-            rate = len(pts) / seconds  # what a browser records often states another rate than its frames have
+            rate = len(pts) / seconds  # browser recordings often state a wrong rate
     rate = rate or 1.0
     frames = sum(shown)
     _check_seconds(frames, rate)
@@ -424,8 +440,10 @@ def _survey(data: bytes, max_source_pixels: int) -> _Video:
 def _numbered(
     data: bytes, video: _Video, wanted: np.ndarray, max_source_pixels: int, *, by_time: bool
 ) -> Generator[tuple[int, av.VideoFrame], None, None]:
-    """Frames, each with its number among those the video shows; by_time, only those that decoding the wanted ones
-    brings about."""
+    """Yield (index among the shown frames, frame).
+
+    With by_time, packets that the wanted frames do not need are skipped; otherwise all packets are decoded.
+    """
     if not by_time or video.pts is None:
         yield from enumerate(_decode(data, video, np.ones(len(video.key), bool), max_source_pixels))
         return
@@ -439,22 +457,22 @@ def _numbered(
 
 
 def _decode(data: bytes, video: _Video, needed: np.ndarray, max_source_pixels: int) -> Iterator[av.VideoFrame]:
-    """Frames of the needed packets, in the order they are shown."""
+    """Decode the needed packets; yield their frames in presentation order."""
     work = int(needed.sum()) * video.size[0] * video.size[1]
     if work > MAX_DECODED_PIXELS:
         raise _invalid(
-            f"{int(needed.sum()):,} frames of {video.size[1]} x {video.size[0]} pixels had to be decoded of the video, "
-            f"{work:,} pixels; at most {MAX_DECODED_PIXELS:,} are: make it smaller or shorter"
+            f"the video needs {int(needed.sum()):,} frames of {video.size[1]} x {video.size[0]} decoded, {work:,} "
+            f"pixels; the limit is {MAX_DECODED_PIXELS:,}: make it smaller or shorter"
         )
     last = int(np.flatnonzero(needed)[-1])
-    with _opened(data, max_source_pixels) as (container, stream):
+    with _open(data, max_source_pixels) as (container, stream):
         decoder, running = stream.codec_context, False
         packets = (packet for packet in container.demux(stream) if packet.size)
         for packet, is_needed in zip(packets, needed[: last + 1].tolist(), strict=False):
             if is_needed:
                 running = True
                 yield from decoder.decode(packet)
-            elif running:  # a gap: take what the decoder still holds, and begin anew at the next key frame
+            elif running:  # a gap: flush the decoder and start again at the next key frame
                 running = False
                 yield from decoder.decode(None)
                 decoder.flush_buffers()
@@ -463,17 +481,17 @@ def _decode(data: bytes, video: _Video, needed: np.ndarray, max_source_pixels: i
 
 
 def _frame_image(frame: av.VideoFrame, max_source_pixels: int) -> Image.Image:
-    """A frame in RGB and upright, transparency on white."""
+    """Convert a frame to RGB: upright, on white where it is transparent."""
     check_pixels(frame.width, frame.height, "a frame of the video", max_source_pixels)
-    with _faults():
-        see_through = frame.format.has_palette or any(component.is_alpha for component in frame.format.components)
-        image = Image.fromarray(frame.to_ndarray(format="rgba" if see_through else "rgb24"))
+    with _errors_as_invalid_request():
+        transparent = frame.format.has_palette or any(component.is_alpha for component in frame.format.components)
+        image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
         turn = _UPRIGHT.get(round(frame.rotation) % 360)
     image = to_rgb(image)
     return image if turn is None else image.transpose(turn)
 
 
-def _resized(image: Image.Image, size: tuple[int, int], settings: VisionSettings) -> Image.Image:
+def _resize(image: Image.Image, size: tuple[int, int], settings: VisionSettings) -> Image.Image:
     if (image.height, image.width) == size:
         return image
     return image.resize((size[1], size[0]), resample=settings.resample)

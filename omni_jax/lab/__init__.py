@@ -1,1 +1,1 @@
-"""The laboratory: arms x mixes x arrival rates x seeds, replayed identically, on the real engine or in simulation."""
+"""The lab: experiments that replay the same requests under each arm, on the real engine or in simulation."""

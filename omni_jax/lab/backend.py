@@ -1,4 +1,4 @@
-"""What carries out a run: the engine, or a simulation of it."""
+"""Interface of the backends that run a workload: the real engine and the simulation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -9,41 +9,41 @@ from omni_jax.simulation.workload import Arrival
 
 
 class Backend(Protocol):
-    """Runs workloads, one at a time."""
+    """Runs one workload at a time."""
 
     def replay(
         self, arm: Arm, arrivals: Sequence[Arrival], *, tag: str = "", done: Callable[[], None] | None = None
     ) -> Run:
-        """Sends the arrivals at their times, and returns when all have ended.
+        """Send the arrivals at their times, and return when all requests have ended.
 
         Args:
-            tag: runs with different tags share no features of images and no cached blocks.
-            done: called whenever a request has ended.
+            tag: runs with different tags share neither image features nor cached blocks.
+            done: called each time a request ends.
 
         Raises:
             ValueError: a request can never run.
         """
         ...
 
-    def most_running(self, arm: Arm) -> int:
-        """Requests that run at once."""
+    def max_running(self, arm: Arm) -> int:
+        """Return the maximum number of requests that run at once."""
         ...
 
     def facts(self) -> Mapping[str, Any]:
-        """Of the machine and what runs on it, for the report."""
+        """Return facts about the machine and the software, for the report."""
         ...
 
     def step_times(self) -> Mapping[str, Any] | None:
-        """What steps of the baseline took here, as cost.TableCost.from_json takes it; None where nothing was
-        measured."""
+        """Return the measured step times of the baseline, as cost.TableCost.from_json reads them; None if there are
+        none."""
         ...
 
 
 def make_backend(experiment: Experiment, progress: Callable[[str, int, int, str], None] | None = None) -> Backend:
-    """The one that the experiment asks for.
+    """Return the experiment's backend.
 
     Args:
-        progress: of an engine's start, see omni_jax.progress.stage_bars.
+        progress: reports the start of an engine, see omni_jax.progress.stage_bars.
     """
     if experiment.backend == "real":
         from omni_jax.lab.real import RealBackend

@@ -1,4 +1,4 @@
-"""The experiment file: YAML -> frozen dataclasses, and the cells that they ask for."""
+"""The experiment file, read into frozen dataclasses; its cells and their workloads."""
 
 import dataclasses
 import hashlib
@@ -7,23 +7,25 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator
 
 from omni_jax.lab.settings import check_keys, read
 from omni_jax.memory import make_recycling
 from omni_jax.requests.slo import SLO
 from omni_jax.segments import make_policy
 from omni_jax.simulation.workload import KINDS, Arrival, Bursts, Mix, generate, read_trace
+from omni_jax.yaml_file import read_mapping
 
 TINY_VL = "tiny-vl"
-RECORDED = "recorded"  # a trace's own rate
+RECORDED = "recorded"  # the rate of a trace as it was recorded
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What all arms have in common, by EngineConfig's names. None is its default; for a simulated GPU that is the
-    default on a GPU."""
+    """Settings of EngineConfig that all arms share. None: its default; for a simulated GPU, the default on a GPU."""
 
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -40,20 +42,20 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way of scheduling, to be compared with others.
+    """A configuration of the scheduler that is compared with others.
 
     Attributes:
-        name: short; it names files and lines.
-        about: a sentence for the report.
-        segment_policy: as --segment-policy takes it; a function of one's own is allowed.
-        scheduling_policy: fcfs, or slo.
+        name: short name, used in file names and tables.
+        about: description for the report.
+        segment_policy: value of --segment-policy; custom functions are allowed.
+        scheduling_policy: fcfs or slo.
         enable_chunked_prefill: whether a prompt may be computed over several steps.
-        max_num_batched_tokens: tokens of a step at most; the engine's where None.
-        enable_prefix_caching: requests that begin alike share blocks of the cache.
-        recycling_policy: which cached block goes first, as --recycling-policy takes it.
-        aging_seconds: with slo, how long a request waits until it moves up by a class.
-        slo: what the scheduler is told of a class's objectives, where that is not what the experiment says. Requests
-            are judged by the experiment's in every arm.
+        max_num_batched_tokens: maximum number of tokens in a step; None: the engine's.
+        enable_prefix_caching: whether requests with a common prefix share cached blocks.
+        recycling_policy: value of --recycling-policy: the order in which cached blocks are evicted.
+        aging_seconds: with slo, seconds after which a waiting request rises by one class.
+        slo: objectives by kind of request that this arm's scheduler gets instead of the experiment's. Requests are
+            judged by the experiment's objectives in every arm.
     """
 
     name: str
@@ -75,18 +77,20 @@ class Arm:
         if not self.aging_seconds > 0:
             raise ValueError(f"aging_seconds must be above 0, got {self.aging_seconds}")
         if self.scheduling_policy == "slo" and not self.enable_chunked_prefill:
-            raise ValueError("scheduling_policy slo needs enable_chunked_prefill: segments are chunks")
+            raise ValueError("scheduling_policy slo needs enable_chunked_prefill: it schedules segments as chunks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Who comes. In the file: the fields of simulation.Mix, each of which replaces the default; `scaled`, which
-    shortens the defaults first; `bursts`; or `trace` alone.
+    """The requests of a workload.
+
+    An entry of `mixes` in the file has fields of simulation.Mix, each of which replaces the default's; `scaled`, which
+    scales the default's lengths first; and `bursts`. Or it has `trace` alone.
 
     Attributes:
         mix: lengths and shares by kind of request.
-        bursts: Poisson arrivals where None.
-        trace: JSONL, see simulation.workload.read_trace; in place of mix.
+        bursts: None: Poisson arrivals.
+        trace: JSONL file that replaces `mix`, see simulation.workload.read_trace.
     """
 
     mix: Mix = dataclasses.field(default_factory=Mix)
@@ -96,12 +100,12 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rate:
-    """How many requests a second.
+    """An arrival rate. Without either number it is the recorded rate of a trace.
 
     Attributes:
-        name: as it was written.
-        per_second: None where it is a share of the capacity, or a trace's own.
-        of_capacity: share of what the baseline can serve of this traffic.
+        name: the rate as the file has it.
+        per_second: requests per second.
+        of_capacity: share of the baseline's capacity for this traffic.
     """
 
     name: str
@@ -109,29 +113,41 @@ class Rate:
     of_capacity: float | None = None
 
 
+def _rate(value: Any) -> Rate:
+    if value == RECORDED:
+        return Rate(name=RECORDED)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
+        return Rate(name=f"{value:g}", per_second=float(value))
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)) and float(match[1]) > 0:
+        return Rate(name=f"{float(match[1]):g}%", of_capacity=float(match[1]) / 100)
+    raise ValueError(
+        f"expected requests a second (4.5), a share of the capacity ('80%'), or {RECORDED!r}; got {value!r}"
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is to be found out.
+    """An experiment: every arm under every mix, rate and seed.
 
     Attributes:
-        name, about: for the report.
-        backend: real is this process's engine; simulated is the scheduler on a virtual clock.
-        model: a directory in Hugging Face layout, or tiny-vl, which is made when it is needed. For a simulation a
-            config.json will do.
-        gpu: simulated: a GPU of omni_jax.cost.GPUS, by its roofline.
-        devices: simulated: GPUs that share the model.
-        step_times: simulated: measured step times in place of a GPU's: step-times.json of an earlier run's results.
-        engine: what all arms have in common.
+        name, about: title and description for the report.
+        backend: real: the engine, in this process; simulated: its scheduler on a virtual clock.
+        model: a directory in Hugging Face layout, or tiny-vl, which is written when needed. A simulation also accepts
+            a config.json.
+        gpu: simulated: name in omni_jax.cost.GPUS; its roofline gives the step times.
+        devices: simulated: number of GPUs that share one copy of the model.
+        step_times: simulated: measured step times instead of a GPU: step-times.json of an earlier run.
+        engine: settings that all arms share.
         slo: objectives by kind of request, by which all arms are judged.
         arms: at least one.
-        baseline: the arm that the others are compared with; the first where None.
-        mixes: by name.
-        rates: each mix at each rate.
-        requests: of a cell.
-        seeds: each is a workload of its own.
-        capacity_requests: requests of the run that measures the capacity; a multiple of the batch where None.
-        slowdown: whether requests are also measured alone.
-        resamples: of the bootstrap.
+        baseline: name of the arm that the others are compared with; None: the first.
+        mixes: traffic by name.
+        rates: arrival rates; each mix runs at each of them.
+        requests: number of requests in a cell.
+        seeds: each gives another workload.
+        capacity_requests: number of requests in the run that measures the capacity; None: a multiple of the batch.
+        slowdown: whether requests are also measured on an idle engine.
+        resamples: number of bootstrap resamples.
     """
 
     name: str
@@ -146,7 +162,7 @@ class Experiment:
     arms: tuple[Arm, ...]
     baseline: str | None = None
     mixes: Mapping[str, Traffic] = dataclasses.field(default_factory=lambda: {"default": Traffic()})
-    rates: tuple[Rate, ...] = (Rate(name="80%", of_capacity=0.8),)
+    rates: tuple[Annotated[Rate, PlainValidator(_rate)], ...] = (Rate(name="80%", of_capacity=0.8),)
     requests: int = 400
     seeds: tuple[int, ...] = (1, 2, 3)
     capacity_requests: int | None = None
@@ -156,9 +172,9 @@ class Experiment:
     def __post_init__(self):
         names = [arm.name for arm in self.arms]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"arms need names, each its own; got {', '.join(names) or 'none'}")
+            raise ValueError(f"arms need distinct names, got {', '.join(names) or 'none'}")
         if self.baseline is not None and self.baseline not in names:
-            raise ValueError(f"baseline {self.baseline!r} is no arm; arms are {', '.join(names)}")
+            raise ValueError(f"baseline {self.baseline!r} is not an arm; expected one of {', '.join(names)}")
         check_keys(self.slo, KINDS, "slo")
         for name in self.mixes:
             _check_name(name)
@@ -171,9 +187,9 @@ class Experiment:
             if getattr(self, what) < 1:
                 raise ValueError(f"{what} must be at least 1, got {getattr(self, what)}")
         if self.backend == "simulated" and (self.gpu is None) == (self.step_times is None):
-            raise ValueError("a simulation needs either gpu or step_times")
+            raise ValueError("backend: simulated needs either gpu or step_times")
         if self.backend == "real" and (self.gpu is not None or self.step_times is not None or self.devices != 1):
-            raise ValueError("gpu, devices and step_times are for backend: simulated")
+            raise ValueError("gpu, devices and step_times need backend: simulated")
 
     @property
     def baseline_arm(self) -> Arm:
@@ -192,86 +208,68 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of the cell's file, without suffix."""
         return f"{self.arm.name}--{self.mix}--{self.rate.name.replace('%', 'pct')}--{self.seed}"
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Reads a YAML file. Paths in it are relative to it.
+    """Read a YAML or JSON file. Paths in it are relative to its directory.
 
     Raises:
-        ValueError: no YAML, unknown keys (with the nearest valid one), values that do not fit. The message begins with
-            the file and the key.
+        ValueError: no such file format, repeated or unknown keys (with the nearest valid one), or invalid values. The
+            message begins with the file and the key's path.
         OSError: the file cannot be read.
     """
-    import yaml
-
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
-    return parse_experiment(tree, str(path), base=path.parent)
+    return parse_experiment(read_mapping(path), str(path), base=path.parent)
 
 
-def parse_experiment(tree: Any, where: str = "experiment", *, base: Path = Path()) -> Experiment:
-    """The experiment of a file's content.
+def parse_experiment(tree: Mapping[str, Any], where: str = "experiment", *, base: Path = Path()) -> Experiment:
+    """Return the experiment that a file's content describes.
 
     Args:
-        where: for messages.
-        base: what paths are relative to.
+        tree: plain values, as JSON has them.
+        where: what each line of an error message begins with.
+        base: the directory that paths are relative to.
 
     Raises:
         ValueError: see load_experiment.
     """
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"{where}: expected a mapping with the keys name and arms, got {type(tree).__name__}")
-    tree = dict(tree)
-    special = {
-        key: function(tree.pop(key), f"{where}.{key}", base)
-        for key, function in {"mixes": _mixes, "rates": _rates}.items()
-        if key in tree
-    }
-    experiment = dataclasses.replace(_read_experiment(tree, where), **special)
+    experiment = read(Experiment, {key: value for key, value in tree.items() if key != "mixes"}, where)
+    if "mixes" in tree:
+        mixes = read(dict[str, dict[str, Any] | None], tree["mixes"], f"{where}.mixes")
+        found = {name: _traffic(mix or {}, f"{where}.mixes.{name}", base) for name, mix in mixes.items()}
+        try:
+            experiment = dataclasses.replace(experiment, mixes=found)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     model = base / experiment.model
     if experiment.model != TINY_VL and model.exists():
         experiment = dataclasses.replace(experiment, model=str(model))
     if experiment.step_times is not None:
         experiment = dataclasses.replace(experiment, step_times=base / experiment.step_times)
     for name, traffic in experiment.mixes.items():
-        for rate in experiment.rates:
-            if (rate.name == RECORDED) and traffic.trace is None:
-                raise ValueError(f"{where}.rates: {RECORDED!r} is for traces, and the mix {name} is generated")
+        if traffic.trace is None and any(rate.name == RECORDED for rate in experiment.rates):
+            raise ValueError(f"{where}.rates: {RECORDED!r} needs a trace, and the mix {name} is generated")
     return experiment
 
 
-def _read_experiment(tree: Mapping[str, Any], where: str) -> Experiment:
-    return read(Experiment, tree, where)
-
-
-def _mixes(value: Any, where: str, base: Path) -> dict[str, Traffic]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected a mapping of names to mixes, got {value!r}")
-    mixes = {}
-    for name, entry in value.items():
-        entry, here = dict(entry or {}), f"{where}.{name}"
-        fields = [field.name for field in dataclasses.fields(Mix)]
-        check_keys(entry, [*fields, "scaled", "bursts", "trace"], here)
-        trace = entry.pop("trace", None)
-        bursts = entry.pop("bursts", None)
-        if trace is not None and (entry or bursts is not None):
-            raise ValueError(f"{here}: a trace says it all, {', '.join(entry) or 'bursts'} cannot stand beside it")
-        scaled = read(_Scaled, entry.pop("scaled", {}), f"{here}.scaled")
-        mixes[str(name)] = Traffic(
-            mix=read(Mix, entry, here, base=Mix().scaled(text=scaled.text, output=scaled.output, side=scaled.side)),
-            bursts=None if bursts is None else read(Bursts, bursts, f"{here}.bursts"),
-            trace=None if trace is None else base / trace,
-        )
-    return mixes
+def _traffic(tree: Mapping[str, Any], where: str, base: Path) -> Traffic:
+    if tree.get("trace") is not None and len(tree) > 1:
+        others = ", ".join(key for key in tree if key != "trace")
+        raise ValueError(f"{where}: a mix with a trace takes no other keys, got {others}")
+    scaled = read(_Scaled, tree.get("scaled", {}), f"{where}.scaled")
+    defaults = Mix().scaled(text=scaled.text, output=scaled.output, side=scaled.side)
+    found = read(_TrafficFile, _merged(plain(defaults), tree), where)
+    return Traffic(
+        mix=Mix(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Mix)}),
+        bursts=found.bursts,
+        trace=None if found.trace is None else base / found.trace,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scaled:
-    """How many times as long the default mix's texts, outputs and sides of images are."""
+    """Factors on the default mix's lengths of texts and outputs, and on the sides of its images."""
 
     text: float = 1.0
     output: float = 1.0
@@ -279,38 +277,39 @@ class _Scaled:
 
     def __post_init__(self):
         if min(self.text, self.output, self.side) <= 0:
-            raise ValueError(f"must be above 0, got {self}")
+            raise ValueError(f"factors must be above 0, got {self}")
 
 
-def _rates(value: Any, where: str, base: Path) -> tuple[Rate, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{where}: expected a list, got {value!r}")
-    return tuple(_rate(item, f"{where}[{number}]") for number, item in enumerate(value))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TrafficFile(Mix):
+    """The keys that an entry of `mixes` may have."""
+
+    scaled: _Scaled = _Scaled()
+    bursts: Bursts | None = None
+    trace: Path | None = None
 
 
-def _rate(value: Any, where: str) -> Rate:
-    if value == RECORDED:
-        return Rate(name=RECORDED)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
-        return Rate(name=f"{value:g}", per_second=float(value))
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)) and float(match[1]) > 0:
-        return Rate(name=f"{float(match[1]):g}%", of_capacity=float(match[1]) / 100)
-    raise ValueError(
-        f"{where}: expected requests a second (4.5), a share of the capacity ('80%'), or {RECORDED!r}; got {value!r}"
-    )
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, mapping by mapping."""
+    nested = {
+        key: _merged(base[key], value)
+        for key, value in over.items()
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+    }
+    return {**base, **over, **nested}
 
 
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise ValueError(f"names are letters, digits, and any of _ . + - behind the first; got {name!r}")
+        raise ValueError(f"a name needs letters, digits and _ . + -, and a letter or digit first; got {name!r}")
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
 def cells(experiment: Experiment) -> Iterator[Cell]:
-    """All runs, the arms of a workload one right after another, each seed beginning with another arm, so that what
-    changes about the machine meanwhile touches all of them alike."""
+    """Yield all cells. The arms of a workload follow one another, and each seed begins with another arm, so that slow
+    changes of the machine affect all arms alike."""
     for mix, rate, (turn, seed) in itertools.product(experiment.mixes, experiment.rates, enumerate(experiment.seeds)):
         first = turn % len(experiment.arms)
         for arm in experiment.arms[first:] + experiment.arms[:first]:
@@ -320,11 +319,11 @@ def cells(experiment: Experiment) -> Iterator[Cell]:
 def workload(
     experiment: Experiment, mix: str, seed: int, *, rate: float | None, count: int | None = None
 ) -> tuple[Arrival, ...]:
-    """The arrivals of a cell: the same for each arm.
+    """Return the arrivals of a cell: the same for each arm.
 
     Args:
-        rate: requests a second; None keeps a trace's times.
-        count: the experiment's where None.
+        rate: requests per second; None: the times of the trace.
+        count: number of requests; None: the experiment's.
     """
     traffic = experiment.mixes[mix]
     count = experiment.requests if count is None else count
@@ -342,8 +341,8 @@ def workload(
     )
 
 
-def told(arrivals: tuple[Arrival, ...], arm: Arm) -> tuple[Arrival, ...]:
-    """The arrivals as an arm's scheduler is told of them."""
+def with_slo_of(arm: Arm, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """Return the arrivals with the objectives that the arm's scheduler gets."""
     return tuple(
         dataclasses.replace(arrival, slo=arm.slo.get(arrival.kind, arrival.slo)) if arm.slo else arrival
         for arrival in arrivals
@@ -351,7 +350,7 @@ def told(arrivals: tuple[Arrival, ...], arm: Arm) -> tuple[Arrival, ...]:
 
 
 def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
-    """All that a cell's numbers depend on, as plain values. What is only said about it is left out."""
+    """Return everything that a cell's numbers depend on, as plain values, so without descriptions."""
     traffic = experiment.mixes[cell.mix]
     arm = plain(cell.arm)
     del arm["about"]
@@ -367,7 +366,7 @@ def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
 
 
 def shared_settings(experiment: Experiment) -> dict[str, Any]:
-    """What every number of an experiment depends on."""
+    """Return the settings that all numbers of an experiment depend on."""
     names = ("backend", "model", "gpu", "devices", "step_times", "engine", "slo")
     shared = {name: plain(getattr(experiment, name)) for name in names}
     del shared["engine"]["compilation_cache_dir"]
@@ -375,7 +374,7 @@ def shared_settings(experiment: Experiment) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses and paths as what JSON has."""
+    """Convert dataclasses and paths to values that JSON has."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -386,6 +385,6 @@ def plain(value: Any) -> Any:
 
 
 def digest(settings: Mapping[str, Any]) -> str:
-    """The same settings, the same 16 characters."""
+    """Return 16 hexadecimal characters of the settings' SHA-256."""
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {"text": "#1f77b4", "image": "#d95f02", "table": "#1b9e77", "decode": "#999999", "encode": "#e7298a"}
-WINDOW_STEPS = 80  # of the timeline
-MOST_TIMELINES = 4  # arms in it
+WINDOW_STEPS = 80  # steps that the timeline shows
+MAX_TIMELINES = 4  # arms that the timeline shows
 
 
 class NoMatplotlib(RuntimeError):
-    """Figures need the extra `lab`."""
+    """Matplotlib, of the extra `lab`, is not installed."""
 
 
 def write_figures(directory: Path, experiment: Experiment, runs: Runs, lines: Sequence[Line]) -> dict[str, str]:
-    """Draws what the runs have something for.
+    """Draw the figures for which the runs have data.
 
     Returns:
-        file name -> caption.
+        captions by file name.
 
     Raises:
         NoMatplotlib: it is not installed.
@@ -38,13 +38,13 @@ def write_figures(directory: Path, experiment: Experiment, runs: Runs, lines: Se
     for mix in experiment.mixes:
         for rate in experiment.rates:
             drawn[f"latency-{mix}-{rate.name.replace('%', 'pct')}.png"] = (
-                f"Latency ({mix}, {rate.name}): share of requests of a kind that took at most so long",
+                f"Latency ({mix}, {rate.name}): cumulative share of requests, by kind",
                 lambda mix=mix, rate=rate: _latencies(experiment, runs, mix, rate.name),
             )
         drawn[f"timeline-{mix}.png"] = (
-            f"Which segments ran when ({mix}, last rate, first seed): a line for each request, a bar for each step "
-            "that had tokens of its prompt, coloured by the segment's modality; below, decoding and the vision tower. "
-            "The same seconds of each arm, when the baseline had most segments in work",
+            f"Segments over time ({mix}, last rate, first seed): a line for each request, a bar for each step that "
+            "computed tokens of its prompt, coloured by the segment's modality; below, decoding and the vision tower. "
+            "All arms show the same seconds, those in which the baseline computed most segments",
             lambda mix=mix: _timeline(experiment, runs, mix),
         )
         drawn[f"p95-{mix}.png"] = (
@@ -52,9 +52,9 @@ def write_figures(directory: Path, experiment: Experiment, runs: Runs, lines: Se
             lambda mix=mix: _rates(experiment, lines, mix),
         )
     drawn["segments.png"] = (
-        "Device time of a prompt's segment, by arm and modality: the bar is the middle half, the mark the median, the "
-        "line from the 5th to the 95th percentile, the number the standard deviation over the mean. The vision tower "
-        "is not in it",
+        "Device time of a prompt's segment, by arm and modality, without the vision tower: the bar is the middle half, "
+        "the mark the median, the line from the 5th to the 95th percentile, the number the standard deviation over the "
+        "mean",
         lambda: _segments(experiment, runs),
     )
     written = {}
@@ -69,7 +69,7 @@ def write_figures(directory: Path, experiment: Experiment, runs: Runs, lines: Se
 
 
 def subplots(rows: int, columns: int, *, width: float, height: float, **shared: Any) -> "tuple[Figure, list[Axes]]":
-    """A figure of its own, on the Agg canvas: no window, and no state of pyplot's."""
+    """Return a new figure on the Agg canvas, without a window and pyplot's state, and its axes."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -117,7 +117,7 @@ def _timeline(experiment: Experiment, runs: Runs, mix: str) -> "Figure | None":
     if baseline is None:
         return None
     begin, end = _window(baseline.steps)
-    shown = list(chosen.items())[:MOST_TIMELINES]
+    shown = list(chosen.items())[:MAX_TIMELINES]
     figure, axes = subplots(len(shown), 1, width=9, height=2.4, sharex=True)
     for ax, (name, run) in zip(axes, shown, strict=True):
         _draw_steps(ax, run.steps, begin, end)
@@ -133,7 +133,7 @@ def _timeline(experiment: Experiment, runs: Runs, mix: str) -> "Figure | None":
 
 
 def _window(steps: Sequence[StepRow]) -> tuple[float, float]:
-    """When the steps ran, WINDOW_STEPS in a row, that had most different segments of prompts."""
+    """Return the begin and end of the WINDOW_STEPS consecutive steps that computed most segments of prompts."""
     segments: dict[int, set[tuple[str, int]]] = collections.defaultdict(set)
     times: dict[int, tuple[float, float]] = {}
     for step in steps:

@@ -1,10 +1,9 @@
-"""`omni-jax kv-study`: what compressing or quantising the KV cache costs in likelihood, and saves in memory.
+"""`omni-jax kv-study`: cost in likelihood, and savings in memory, of compressing or quantising the KV cache.
 
-The same windows of a text go through the engine under each plan. A window is a prompt, computed as any other, and
-decode steps in which the next token of the text is given instead of sampled (teacher forcing), so that every plan is
-asked the same questions and only its cache differs. What is measured belongs to the decode steps alone: the logprob of
-the token that each of them led to, and the rows and blocks that the sequence held while it ran. The token that the
-prompt's own last row leads to is not counted, as no plan has dropped anything by then.
+The engine runs the same windows of a text under each plan. A window is a prompt, followed by decode steps that take the
+next token from the text instead of sampling it (teacher forcing), so that plans differ only in their cache. Only decode
+steps are measured: the logprob of each step's next token, and the rows and blocks that the sequence holds in the step.
+The first token after the prompt is not counted, because no plan has dropped rows by then.
 """
 
 import collections
@@ -32,17 +31,17 @@ logger = logging.getLogger(__name__)
 BASELINE = "off"
 DEFAULT_PLANS = ("off", "adaptive", "fixed-0.2", "fixed-0.4", "fixed-0.6", "int8", "adaptive+int8")
 PLANS_HELP = "off, adaptive, adaptive-CAP, fixed-RATIO, package.module:controller, each with or without +int8; int8"
-MOST_RATIO = 0.95  # of rows dropped
+MAX_RATIO = 0.95  # share of rows dropped
 
-Done = Callable[[int, int], None]  # (windows done, in all)
+Done = Callable[[int, int], None]  # (windows done, number of windows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One way of keeping the cache.
+    """Settings of the KV cache.
 
     Attributes:
-        name: as it was asked for.
+        name: value of --plan.
         options: fields of EngineConfig.
     """
 
@@ -55,8 +54,8 @@ class Window:
     """A stretch of the text.
 
     Attributes:
-        prompt_ids: computed as a prompt.
-        forced_ids: the tokens that follow it: one that the prompt leads to, and one for each decode step.
+        prompt_ids: tokens of the prompt.
+        forced_ids: tokens after it: the first output token, and one for each decode step.
     """
 
     prompt_ids: tuple[int, ...]
@@ -65,18 +64,18 @@ class Window:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a plan came to. Arrays are [windows, decode steps].
+    """Measurements of a plan. Arrays are [windows, decode steps].
 
     Attributes:
-        plan: its name.
-        nll: negative log-likelihood (nats) of the token each step led to.
-        rows: rows of the cache that the sequence held in the step, the step's own included.
-        blocks: blocks it held.
-        block_size: rows of a block.
+        plan: name of the plan.
+        nll: negative log-likelihood, in nats, of the next token.
+        rows: cache rows that the sequence holds in the step, the step's row included.
+        blocks: blocks that it holds.
+        block_size: rows in a block.
         block_bytes: bytes of a block, over all layers, scales included.
-        seconds: that the windows took, start of the engine left out.
-        device: where it ran.
-        dtype: of weights and activations.
+        seconds: duration of all windows, without the start of the engine.
+        device: device that it ran on.
+        dtype: dtype of weights and activations.
     """
 
     plan: str
@@ -91,20 +90,20 @@ class Measured:
 
 
 class BadText(ValueError):
-    """The input holds no text, or not enough."""
+    """The input is no text, or too short."""
 
 
 def full_ratio(step: int, total: int) -> float:
-    """A controller that asks for more than any cap allows: with a cap, a fixed ratio."""
+    """Controller that always requests the maximum: with a cap, a fixed ratio."""
     del step, total
-    return MOST_RATIO
+    return MAX_RATIO
 
 
 def parse_plan(text: str) -> Plan:
-    """A plan by its name.
+    """Return the plan of a name.
 
     Raises:
-        ValueError: there is no such plan.
+        ValueError: unknown plan.
     """
     base, plus, dtype = text.partition("+")
     options: dict[str, Any] = {}
@@ -132,24 +131,24 @@ def _ratio(plan: str, text: str) -> float:
         ratio = float(text)
     except ValueError:
         raise _unknown(plan) from None
-    if not 0 < ratio <= MOST_RATIO:
-        raise ValueError(f"the ratio of {plan!r} must be above 0 and at most {MOST_RATIO}: a share of the rows")
+    if not 0 < ratio <= MAX_RATIO:
+        raise ValueError(f"the ratio of {plan!r}, a share of the rows, must be above 0 and at most {MAX_RATIO}")
     return ratio
 
 
 def _unknown(text: str) -> ValueError:
-    return ValueError(f"there is no plan {text!r}; plans are {PLANS_HELP}")
+    return ValueError(f"unknown plan {text!r}; expected {PLANS_HELP}")
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts of a JSONL file with a "text" a line, or the paragraphs of any other text file.
+    """Yield the "text" of each line of a JSONL file, or the paragraphs of another text file.
 
     Raises:
-        OSError: it cannot be read.
-        BadText: a line that is not such JSON, or bytes that are not UTF-8.
+        OSError: the file cannot be read.
+        BadText: a line is not JSON with a "text", or the file is not UTF-8.
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -176,10 +175,10 @@ def _text_of(line: str, where: str) -> str:
 def cut_windows(
     texts: Iterator[str], tokenizer: Tokenizer, *, windows: int, prompt_tokens: int, steps: int
 ) -> tuple[Window, ...]:
-    """The first `windows` windows of the texts, which follow one another with an empty line between.
+    """Cut `windows` windows from the texts, which are joined with empty lines.
 
     Raises:
-        BadText: there is less text than that; the numbers are in the message.
+        BadText: the texts are too short; the numbers are in the message.
     """
     length = prompt_tokens + steps + 1
     ids: list[int] = []
@@ -187,8 +186,8 @@ def cut_windows(
         ids += tokenizer.encode(text + "\n\n", add_special_tokens=False)
     if len(ids) < windows * length:
         raise BadText(
-            f"the text has {len(ids):,} tokens, and {windows} windows of {length} take {windows * length:,}: give more "
-            f"text, or ask for at most {len(ids) // length} windows"
+            f"the text has {len(ids):,} tokens, but {windows} windows of {length} need {windows * length:,}: give more "
+            f"text, or set --windows to at most {len(ids) // length}"
         )
     return tuple(
         Window(
@@ -202,8 +201,8 @@ def cut_windows(
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-class _Tape(Recorder):
-    """Rows and blocks that each sequence holds in each decode step, from the engine's own plans."""
+class _HoldingsRecorder(Recorder):
+    """Records the rows and blocks that each sequence holds in each decode step."""
 
     def __init__(self, windows: int, steps: int):
         super().__init__()
@@ -221,14 +220,14 @@ class _Tape(Recorder):
 
 
 def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done = lambda *_: None) -> Measured:
-    """Runs the windows, as many at a time as the cache holds whole, so that none is preempted.
+    """Run the windows of a plan, at most as many at once as fit the cache, so that none is preempted.
 
     Raises:
         ValueError: a window does not fit the engine.
-        RuntimeError: the engine did not give what was asked for.
+        RuntimeError: the engine failed, or left out logprobs or decode steps.
     """
     steps = len(windows[0].forced_ids) - 1
-    tape = engine.recorder = _Tape(len(windows), steps)
+    recorder = engine.recorder = _HoldingsRecorder(len(windows), steps)
     params = SamplingParams(
         temperature=0.0, max_tokens=steps + 1, ignore_eos=True, logprobs=0, skip_special_tokens=False
     )
@@ -243,12 +242,12 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
     )
     for request in waiting:
         engine.check(request)
-    together = _together(engine.info, len(windows[0].prompt_ids) + steps + 1)
+    max_running = _max_running(engine.info, len(windows[0].prompt_ids) + steps + 1)
     found: dict[str, list[float]] = {request.id: [] for request in waiting}
     running = 0
     begin = time.perf_counter()
     while waiting or running:
-        while waiting and running < together:
+        while waiting and running < max_running:
             engine.add(dataclasses.replace(waiting.popleft(), arrival=time.monotonic()))
             running += 1
         for delta in engine.step():
@@ -260,16 +259,16 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
                 done(len(windows) - len(waiting) - running, len(windows))
     seconds = time.perf_counter() - begin
     short = [name for name, logprobs in found.items() if len(logprobs) != steps + 1]
-    if short or (tape.rows < 0).any():
+    if short or (recorder.rows < 0).any():
         raise RuntimeError(
-            f"plan {plan.name}: the engine gave {steps + 1} logprobs for all windows but {len(short)}, and "
-            f"{int((tape.rows < 0).sum())} of {tape.rows.size} decode steps were not seen by themselves"
+            f"plan {plan.name}: {len(short)} windows lack some of their {steps + 1} logprobs, and "
+            f"{int((recorder.rows < 0).sum())} of {recorder.rows.size} decode steps were not recorded"
         )
     return Measured(
         plan=plan.name,
         nll=-np.array([found[f"{number}"][1:] for number in range(len(windows))]),
-        rows=tape.rows,
-        blocks=tape.blocks,
+        rows=recorder.rows,
+        blocks=recorder.blocks,
         block_size=engine.info.block_size,
         block_bytes=engine.info.kv_cache_bytes // engine.info.num_blocks,
         seconds=seconds,
@@ -278,9 +277,9 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
     )
 
 
-def _together(info: EngineInfo, length: int) -> int:
-    """How many windows run at once."""
-    blocks_each = -(-length // info.block_size) + 1  # one more, as somebody always takes the next a little early
+def _max_running(info: EngineInfo, length: int) -> int:
+    """Return the number of windows that run at once."""
+    blocks_each = -(-length // info.block_size) + 1  # a sequence takes its next block a little early
     return max(1, min(info.max_num_seqs, (info.num_blocks - 1) // blocks_each))
 
 
@@ -293,24 +292,24 @@ def study(
     measured: Callable[[list[Measured]], None],
     done: Callable[[str, int, int], None] = lambda *_: None,
 ) -> list[Measured]:
-    """Runs each plan on an engine of its own.
+    """Run each plan on its own engine.
 
     Args:
         options: fields of EngineConfig that all plans share.
         make: starts an engine.
-        measured: called after each plan with all that there is so far.
-        done: called with (plan, windows done, in all).
+        measured: called after each plan with all results so far.
+        done: called with (plan, windows done, number of windows).
 
     Raises:
-        ValueError: settings that the engine refuses, or a plan that the model cannot run; the plan is named.
+        ValueError: the engine refuses the settings, or the model cannot run a plan; the message names the plan.
     """
     configs = []
-    for plan in plans:  # all of them before the first one runs
-        with _named(plan):
+    for plan in plans:  # before the first one runs
+        with _naming(plan):
             configs.append(EngineConfig(**options, **plan.options))
     results: list[Measured] = []
     for plan, config in zip(plans, configs, strict=True):
-        with _named(plan):
+        with _naming(plan):
             engine = make(config)
         results.append(measure(engine, plan, windows, done=lambda some, of, plan=plan: done(plan.name, some, of)))
         logger.info("plan %s took %.1f s", plan.name, results[-1].seconds)
@@ -322,7 +321,7 @@ def study(
 
 
 @contextlib.contextmanager
-def _named(plan: Plan) -> Iterator[None]:
+def _naming(plan: Plan) -> Iterator[None]:
     try:
         yield
     except ValueError as error:

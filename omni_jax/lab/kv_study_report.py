@@ -1,4 +1,4 @@
-"""What `omni-jax kv-study` found, as files: study.json, kv-study.png, report.md."""
+"""Files that `omni-jax kv-study` writes: study.json, kv-study.png, report.md."""
 
 import dataclasses
 import io
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 
 RESAMPLES = 2000
 FEW_WINDOWS = 50  # below this the report warns
-STEPS_A_BAR = 16  # of the figure by decode step
+GROUP_STEPS = 16  # decode steps averaged in the figure
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One plan in numbers.
+    """Statistics of a plan.
 
     Attributes:
-        plan: its name.
-        nll: mean a token, in nats, with its interval over windows.
-        against: the same beside the baseline's, window by window.
-        kv_bytes: blocks held times their size, averaged over the decode steps of a sequence.
-        saved: share of the baseline's kv_bytes.
-        rows_saved: the same of rows, before they are rounded up to blocks.
+        plan: name of the plan.
+        nll: mean negative log-likelihood of a token, in nats, with its interval over windows.
+        against: comparison of nll with the baseline's, paired by window.
+        kv_bytes: bytes of the blocks that a sequence holds, averaged over its decode steps.
+        saved: saved share of the baseline's kv_bytes.
+        rows_saved: saved share of the baseline's rows, so without rounding up to blocks.
         of_bfloat16: bytes of a row, scales included, over those of a bfloat16 row.
     """
 
@@ -49,10 +49,10 @@ class Line:
 
 
 def summarise(results: Sequence[Measured]) -> list[Line]:
-    """A line for each plan; the first must be the baseline.
+    """Return a line for each plan.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the first plan is not the baseline.
     """
     baseline = results[0]
     if baseline.plan != BASELINE:
@@ -79,7 +79,7 @@ def _held(found: Measured) -> float:
 
 
 def write_results(out: Path, results: Sequence[Measured], facts: Mapping[str, Any]) -> Path:
-    """Writes everything; `facts` says what was run. Returns the report's path."""
+    """Write all files; `facts` describes the run. Returns the path of the report."""
     lines = summarise(results)
     write_json(
         out / "study.json",
@@ -114,7 +114,7 @@ def write_results(out: Path, results: Sequence[Measured], facts: Mapping[str, An
 
 
 def table(lines: Sequence[Line]) -> str:
-    """The plans side by side, in Markdown."""
+    """Return a Markdown table of the plans."""
     header = ("plan", "NLL a token", "change", "KV held, MiB", "saved", "rows saved", "bytes of a bf16 row")
     rows = [header, ("---",) * len(header)]
     for line in lines:
@@ -133,7 +133,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def sentence(line: Line) -> str:
-    """A plan in one line, for whoever watches."""
+    """Return a plan's results in one line, for progress."""
     return f"{line.plan}: NLL {line.nll.value:.4f} ({_change(line)}), KV {line.kv_bytes / 2**20:.2f} MiB a sequence"
 
 
@@ -153,16 +153,16 @@ def _percent(share: float) -> str:
 def _markdown(results: Sequence[Measured], lines: Sequence[Line], facts: Mapping[str, Any], caption: str) -> str:
     windows, steps = results[0].nll.shape
     few = (
-        f"**Only {windows} windows:** the intervals are rough. {FEW_WINDOWS} or more are meant.\n\n"
+        f"**Only {windows} windows:** the intervals are rough; use {FEW_WINDOWS} or more.\n\n"
         if windows < FEW_WINDOWS
         else ""
     )
     missing = [plan for plan in facts["plans"] if plan not in {line.plan for line in lines}]
-    unfinished = f"**Not finished:** {', '.join(missing)} have not run.\n\n" if missing else ""
+    unfinished = f"**Incomplete:** {', '.join(missing)} have not run.\n\n" if missing else ""
     return f"""# KV cache study: {facts["model"]}
 
 {few}{unfinished}{windows} windows of {facts["text"]}: {facts["prompt_tokens"]} tokens of prompt, then {steps} decode
-steps in which the text's own tokens were given (teacher forcing), through the engine's own decode.
+steps of the engine that take the next token from the text (teacher forcing).
 {results[0].dtype} on {results[0].device}, blocks of {results[0].block_size} tokens.
 
 {table(lines)}
@@ -171,16 +171,16 @@ steps in which the text's own tokens were given (teacher forcing), through the e
 
 ## How to read this
 
-- NLL is the mean negative log-likelihood, in nats, of the tokens that the decode steps led to; its exponential is the
-  perplexity. The change is against the plan `{BASELINE}`, window by window; in brackets a 95 % interval from
-  {RESAMPLES:,} bootstrap resamples of the windows (blocks of neighbours, as they are of one text). It says how much the
-  number depends on which windows were drawn, not how another text or model would do.
-- KV held is what one sequence's blocks take, averaged over the decode steps; a block counts whole however little of it
-  is filled. Saved is its share of `{BASELINE}`'s. Rows saved is the same before rounding to blocks.
+- NLL is the mean negative log-likelihood, in nats, of the next tokens of the decode steps; its exponential is the
+  perplexity. The change is against the plan `{BASELINE}`, paired by window; brackets hold a 95 % interval from
+  {RESAMPLES:,} bootstrap resamples of the windows (in blocks of neighbours, as windows come from one text). It shows
+  how much the number depends on the windows that were drawn; it does not cover other texts or models.
+- KV held is the size of one sequence's blocks, averaged over the decode steps; a partly filled block counts whole.
+  Saved is the saved share of `{BASELINE}`'s. Rows saved is the same without rounding up to blocks.
 - The last column is the bytes of a row, scales included, over those of a bfloat16 row of this model.
-- `adaptive` is the engine's default schedule, `adaptive-0.2` the same under that cap, `fixed-0.4` that ratio from the
-  first step to the last, `+int8` with a quantised cache.
-- `study.json` has every window's and every step's means.
+- `adaptive` is the engine's default schedule, `adaptive-0.2` the same with that cap, `fixed-0.4` that ratio in every
+  step, `+int8` adds a quantised cache.
+- `study.json` has the means of every window and of every step.
 """
 
 
@@ -195,7 +195,7 @@ def _write_figure(path: Path, results: Sequence[Measured], lines: Sequence[Line]
 
 
 def _figure(results: Sequence[Measured], lines: Sequence[Line]) -> "Figure":
-    """Change of NLL against memory saved, rows by decode step, change of NLL by decode step."""
+    """Draw the change of NLL by memory saved, the rows by decode step, and the change of NLL by decode step."""
     figure, (both, rows, steps) = subplots(1, 3, width=4.4, height=3.6)
     for number, line in enumerate(lines):
         ratio = line.against.ratio
@@ -206,24 +206,24 @@ def _figure(results: Sequence[Measured], lines: Sequence[Line]) -> "Figure":
         both.errorbar(
             [100 * line.saved], [middle], yerr=spread, color=f"C{number}", marker="o", capsize=3, label=line.plan
         )
-    both.set(xlabel="KV memory saved, %", ylabel="NLL, % above off", title="cost and saving")
+    both.set(xlabel="KV memory saved, %", ylabel="NLL, % above off", title="cost and savings")
     baseline = results[0].nll.mean(axis=0)
     for number, found in enumerate(results):
         rows.plot(1 + np.arange(found.rows.shape[1]), found.rows.mean(axis=0), color=f"C{number}", label=found.plan)
         if number:
-            middles, changes = _by_bar(found.nll.mean(axis=0), baseline)
+            middles, changes = _by_group(found.nll.mean(axis=0), baseline)
             steps.plot(middles, changes, color=f"C{number}", marker=".")
     rows.set(xlabel="decode step", ylabel="rows of the cache", title="rows held", ylim=(0, None))
-    steps.set(xlabel="decode step", ylabel="NLL, % above off", title=f"NLL by step, {STEPS_A_BAR} at a time")
+    steps.set(xlabel="decode step", ylabel="NLL, % above off", title=f"NLL by step, means of {GROUP_STEPS}")
     for axes in (both, rows, steps):
         axes.grid(alpha=0.3)
     figure.legend(*both.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 
-def _by_bar(mine: np.ndarray, baseline: np.ndarray) -> tuple[list[float], list[float]]:
-    """Middle steps of groups of STEPS_A_BAR, and the change of each group's mean, in per cent."""
-    starts = range(0, len(mine), STEPS_A_BAR)
-    groups = [slice(start, min(start + STEPS_A_BAR, len(mine))) for start in starts]
+def _by_group(mine: np.ndarray, baseline: np.ndarray) -> tuple[list[float], list[float]]:
+    """Return the middle step of each group of GROUP_STEPS, and the change of its mean in per cent."""
+    starts = range(0, len(mine), GROUP_STEPS)
+    groups = [slice(start, min(start + GROUP_STEPS, len(mine))) for start in starts]
     middles = [(group.start + group.stop + 1) / 2 for group in groups]
     return middles, [100 * float(mine[group].mean() / baseline[group].mean() - 1) for group in groups]

@@ -1,4 +1,4 @@
-"""What is measured before the cells: how much the baseline can serve, and what each request takes alone."""
+"""Measurements before the cells: the capacity of the baseline, and the latency of each request on an idle engine."""
 
 import dataclasses
 import math
@@ -10,29 +10,29 @@ from omni_jax.lab.records import RequestRow, Run
 from omni_jax.simulation.workload import Arrival
 
 CAPACITY_SEED = 10**9 + 1
-PER_OCTAVE = 8  # lengths that are told apart where requests are measured alone
-ALONE_TOKENS = 8  # output of a request alone; what more there is goes on at its pace
+PER_OCTAVE = 8  # classes of lengths in each doubling; a class is measured once
+ALONE_TOKENS = 8  # output tokens measured on an idle engine; further ones are extrapolated
 
 
 def capacity(experiment: Experiment, backend: Backend, mix: str, done: Callable[[], None] | None = None) -> float:
-    """Requests a second of a mix that the baseline completes while there is always somebody waiting.
+    """Return the requests per second of a mix that the baseline completes while requests are always waiting.
 
-    All requests come at once. With c that run at once, the first c and the last c that end are left out: before, not
-    everybody has begun; after, some places are empty.
+    All requests arrive at once. If at most c run at once, the first c and the last c completions are left out: the
+    batch is not full during them.
     """
     arm = experiment.baseline_arm
-    most = backend.most_running(arm)
-    count = experiment.capacity_requests or max(48, 4 * most)
+    max_running = backend.max_running(arm)
+    count = experiment.capacity_requests or max(48, 4 * max_running)
     arrivals = workload(experiment, mix, CAPACITY_SEED, rate=1.0, count=count)
     burst = [dataclasses.replace(arrival, at=0.0) for arrival in arrivals]
     run = backend.replay(arm, burst, tag=f"capacity {mix}", done=done)
-    return rate_of_completion(run, most)
+    return rate_of_completion(run, max_running)
 
 
-def rate_of_completion(run: Run, most_running: int) -> float:
-    """See capacity. Where there are few requests, the first and the last third are left out."""
+def rate_of_completion(run: Run, max_running: int) -> float:
+    """Return the completions per second of a run, see capacity. At most the first and the last third are left out."""
     ends = sorted(row.ended_at for row in run.requests)
-    aside = min(most_running, len(ends) // 3)
+    aside = min(max_running, len(ends) // 3)
     first, last = aside, len(ends) - 1 - aside
     if last <= first or ends[last] <= ends[first]:
         return len(ends) / max(ends[-1], 1e-9)
@@ -43,7 +43,7 @@ Shape = tuple[str, int, int]  # kind, octaves of text tokens and of pixels, each
 
 
 def shape_of(arrival: Arrival) -> Shape:
-    """What is taken to be the same length: texts and images within 9 % of each other."""
+    """Return the class of lengths: texts and images of one class are within 9 % of each other."""
     pixels = 0 if arrival.image is None else arrival.image[0] * arrival.image[1]
     return arrival.kind, _octaves(arrival.text_tokens), _octaves(pixels) if pixels else 0
 
@@ -59,12 +59,14 @@ def alone(
     known: Mapping[Shape, tuple[float, float]],
     done: Callable[[], None] | None = None,
 ) -> dict[Shape, tuple[float, float]]:
-    """Seconds to the first token, and from token to token, of a request of each shape on an idle engine: the first of
-    its shape stands for all.
+    """Measure the first request of each shape on an idle engine.
 
     Args:
-        known: what was measured before, and is not measured again.
+        known: earlier measurements, which are not repeated.
         done: called after each shape.
+
+    Returns:
+        by shape, seconds to the first token and from token to token.
     """
     found = dict(known)
     for arrival in arrivals:
@@ -85,7 +87,7 @@ def _pace(row: RequestRow) -> tuple[float, float]:
 
 
 def seconds_alone(arrivals: Sequence[Arrival], measured: Mapping[Shape, tuple[float, float]]) -> dict[str, float]:
-    """By id, what each arrival takes on an idle engine."""
+    """Return by id the seconds that each arrival takes on an idle engine."""
     return {
         arrival.id: measured[shape_of(arrival)][0] + (arrival.output_tokens - 1) * measured[shape_of(arrival)][1]
         for arrival in arrivals

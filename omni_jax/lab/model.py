@@ -1,7 +1,7 @@
-"""tiny-vl: a small Qwen2-VL with random weights, made when it is needed, so that an experiment needs no download.
+"""tiny-vl: a small Qwen2-VL with random weights, written when needed, so that an experiment needs no download.
 
-About 3 million parameters in float32: a step takes a few milliseconds on a CPU, an image some tens. What it says means
-nothing; how long it takes depends on tokens, images and context as with a large model.
+About 3 million parameters in float32: a step takes a few milliseconds on a CPU, an image some tens. Its output is
+meaningless; its step times depend on tokens, images and context as those of a large model do.
 """
 
 import json
@@ -20,7 +20,7 @@ from checkpoints.demo_model import default_cache_dir
 from checkpoints.reader import faults
 from omni_jax.simulation import texts
 
-_LAYOUT = "tiny-vl-1"  # counted up when something else is written
+_VERSION = "tiny-vl-1"  # counted up when the content changes
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _TEXT = {
@@ -47,12 +47,12 @@ _VISION = {
 
 
 def tiny_vl(cache_dir: Path | None = None) -> Path:
-    """The model's directory, written at the first call.
+    """Return the model's directory, which the first call writes.
 
     Args:
-        cache_dir: where it is kept; checkpoints.demo_model.default_cache_dir() where None.
+        cache_dir: parent of the directory; None: checkpoints.demo_model.default_cache_dir().
     """
-    directory = (default_cache_dir() if cache_dir is None else cache_dir) / "lab" / _LAYOUT
+    directory = (default_cache_dir() if cache_dir is None else cache_dir) / "lab" / _VERSION
     if directory.is_dir() and not faults(directory):
         return directory
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
@@ -112,7 +112,7 @@ def _write(directory: Path) -> None:
 
 
 def _tokenizer() -> Tokenizer:
-    """Bytes and the commonest pairs of the workloads' own texts: three or four letters a token, as in a real one."""
+    """Return a byte-level BPE trained on the workloads' texts: three or four letters a token, as with a real model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -132,7 +132,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _draw(name: str, *shape: int, std: float, mean: float = 0.0) -> np.ndarray:
-    """float32 of a normal distribution; each name has its own."""
+    """Draw a float32 tensor from a normal distribution; the name is the seed."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     return generator.standard_normal(shape, np.float32) * np.float32(std) + np.float32(mean)
 

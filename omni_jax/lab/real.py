@@ -1,8 +1,8 @@
-"""Runs on the real engine, in this process and thread: requests come when they are due, between two steps.
+"""Backend that runs the real engine, in this process and thread: requests are added when they are due, between steps.
 
-Prompts are built and cut beforehand, so a run measures the engine, and neither tokenizers nor HTTP. An engine is
-started for each set of settings, and stays: its next run finds everything compiled and its step times learnt. Runs
-share no features of images and no blocks of the prefix cache.
+Prompts are built and cut before a run, so it measures the engine without tokenizers and HTTP. Each set of settings has
+one engine, which is kept: its later runs find everything compiled and its step times learnt. Runs share neither image
+features nor blocks of the prefix cache.
 """
 
 import collections
@@ -20,22 +20,22 @@ from typing import Any
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
-from omni_jax.engine.loading import Progress
 from omni_jax.lab.experiment import TINY_VL, Arm, Experiment, workload
 from omni_jax.lab.model import tiny_vl
-from omni_jax.lab.records import Run, Tape, make_run
+from omni_jax.lab.records import Run, RunRecorder, make_run
+from omni_jax.progress import StageReport
 from omni_jax.requests import InvalidRequest, Request
 from omni_jax.segments import make_policy, prompt_view
 from omni_jax.simulation.workload import Arrival, build
 
-WARM_UP = 24  # requests, at once
-LEAD = 0.02  # seconds from the last preparations to the beginning of a run
+WARM_UP = 24  # number of requests, which arrive at once
+LEAD = 0.02  # seconds from the end of the preparations to the start of a run
 
 
 class RealBackend:
-    """See backend.Backend."""
+    """The real engine, see backend.Backend."""
 
-    def __init__(self, experiment: Experiment, progress: Progress | None = None):
+    def __init__(self, experiment: Experiment, progress: StageReport | None = None):
         self._experiment, self._progress = experiment, progress
         self._engines: dict[EngineConfig, Engine] = {}
         self._model = tiny_vl() if experiment.model == TINY_VL else Path(experiment.model)
@@ -46,7 +46,7 @@ class RealBackend:
         """See Backend."""
         return _replay(self._engine(arm), arm, arrivals, tag, done)
 
-    def most_running(self, arm: Arm) -> int:
+    def max_running(self, arm: Arm) -> int:
         """See Backend."""
         return self._engine(arm).info.max_num_seqs
 
@@ -93,8 +93,7 @@ def _replay(engine: Engine, arm: Arm, arrivals: Sequence[Arrival], tag: str, don
     policy = make_policy(arm.segment_policy, allow_custom=True)
     requests = [_prepare(engine, policy, arrival, tag) for arrival in sorted(arrivals, key=lambda a: a.at)]
     pending = collections.deque(requests)
-    tape = Tape()
-    engine.recorder = tape
+    recorder = engine.recorder = RunRecorder()
     gc.collect()
     start = time.monotonic() + LEAD
     while pending or engine.has_work:
@@ -108,7 +107,7 @@ def _replay(engine: Engine, arm: Arm, arrivals: Sequence[Arrival], tag: str, don
                     done()
         elif pending:
             time.sleep(max(0.0, start + pending[0].arrival - time.monotonic()))
-    return make_run(tape.requests, tape.steps, tape.asked, start=start)
+    return make_run(recorder.records, recorder.steps, recorder.requests, start=start)
 
 
 def _prepare(engine: Engine, policy: Callable, arrival: Arrival, tag: str) -> Request:

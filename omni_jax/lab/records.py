@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows of requests, segments and steps, and the file that holds them."""
+"""Results of a run: rows of requests, segments and steps, and the file that holds them."""
 
 import bisect
 import collections
@@ -18,19 +18,20 @@ from omni_jax.simulation.replica import Piece, Step
 from omni_jax.telemetry.recorder import Recorder
 from omni_jax.telemetry.records import Record, RequestRecord
 
-DIGITS = 6  # of seconds
+DIGITS = 6  # decimal places of seconds in files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestRow:
-    """A request, in seconds since the run began.
+    """A request. Times are in seconds since the run began.
 
     Attributes:
         kind: text, image or table.
-        arrival: when it was due to come, whether or not anybody had time for it.
-        image_tokens: those of prompt_tokens that are an image's.
-        scheduled_at, first_token_at: None where it never came that far.
-        pauses, preemptions: how often it lost its turn, and its slot or blocks.
+        arrival: time of its arrival in the workload, even if the engine was busy then.
+        image_tokens: number of prompt_tokens that belong to an image.
+        scheduled_at, first_token_at: None if the request ended before.
+        pauses: number of times it lost its turn.
+        preemptions: number of times it lost its slot or blocks.
     """
 
     id: str
@@ -53,10 +54,10 @@ class SegmentRow:
     """A segment of a prompt.
 
     Attributes:
-        number: in its prompt, from 0.
-        started_at, ended_at: of the first and the last step that had tokens of it.
-        steps: that had tokens of it.
-        seconds: of those steps, its share by tokens.
+        number: its place in the prompt, from 0.
+        started_at, ended_at: bounds of the first and the last step that computed tokens of it.
+        steps: number of steps that computed tokens of it.
+        seconds: its share, by tokens, of the time of those steps.
     """
 
     request_id: str
@@ -75,12 +76,11 @@ class SegmentRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """What a step computed: one row for each segment of a prompt, and one for all tokens that were decoded (without a
-    request).
+    """A part of a step: one row for each segment of a prompt, and one, without a request, for all decoded tokens.
 
     Attributes:
-        kind: the executable's: decode or mixed.
-        size: the executable's bucket.
+        kind: decode or mixed for an executable, encode for the vision tower.
+        size: bucket of the executable; patches of a call of the tower.
     """
 
     step: int
@@ -97,10 +97,10 @@ class StepRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One cell's rows.
+    """Rows of a cell.
 
     Attributes:
-        busy_seconds: in which a step was running.
+        busy_seconds: time during which a step was running.
     """
 
     requests: tuple[RequestRow, ...]
@@ -112,56 +112,57 @@ class Run:
 _TABLES: Mapping[str, type] = {"requests": RequestRow, "segments": SegmentRow, "steps": StepRow}
 
 
-class Tape(Recorder):
-    """A Recorder that also writes down what the device does, from the plans. Times are the caller's clock.
+class RunRecorder(Recorder):
+    """A Recorder that also keeps the steps of the device. Times are those of the caller's clock.
 
     Attributes:
-        requests: records of those that ended.
-        asked: the same requests by id, as the scheduler had them: with deadlines.
-        steps: what the device did.
+        records: records of the requests that ended.
+        requests: the same requests by id, as the scheduler had them, so with deadlines.
+        steps: steps of the device, calls of the vision tower included.
     """
 
     def __init__(self):
-        self.requests: list[RequestRecord] = []
-        self.asked: dict[str, Request] = {}
+        self.records: list[RequestRecord] = []
+        self.requests: dict[str, Request] = {}
         self.steps: list[Step] = []
-        super().__init__(sink=self._take)
-        self._began: dict[int, float] = {}  # by id of a plan that is out
+        super().__init__(sink=self._keep)
+        self._began: dict[int, float] = {}  # by id of a plan in flight
         self._tower_began = 0.0
-        self._free = -math.inf  # since when the device has nothing to do
+        self._free_since = -math.inf  # end of the last step
 
-    def _take(self, record: Record) -> None:
+    def _keep(self, record: Record) -> None:
         if isinstance(record, RequestRecord):
-            self.requests.append(record)
+            self.records.append(record)
 
     def planned(self, plan: StepPlan, now: float) -> None:
-        """A step was sent off."""
+        """Record that a step was dispatched."""
         super().planned(plan, now)
         self._began[id(plan)] = now
 
     def committed(self, plan: StepPlan, now: float) -> None:
-        """Its tokens were read. It ran from when the one before it ended, if that was later than when it was sent."""
+        """Record a step whose tokens were read. It ran from its dispatch, or from the end of the step before if that
+        was later."""
         super().committed(plan, now)
-        began = max(self._began.pop(id(plan), now), self._free)
-        self._free = max(now, began)
+        began = max(self._began.pop(id(plan), now), self._free_since)
+        self._free_since = max(now, began)
         pieces = tuple(piece for row in plan.rows for piece in _pieces(row))
         kind = "decode" if plan.decode else "mixed"
         self.steps.append(
-            Step(replica=0, start=began, seconds=self._free - began, kind=kind, size=plan.size, pieces=pieces)
+            Step(replica=0, start=began, seconds=self._free_since - began, kind=kind, size=plan.size, pieces=pieces)
         )
 
     def finished(self, sequence: Sequence, now: float) -> None:
-        """A request has ended."""
-        self.asked[sequence.request.id] = sequence.request
+        """Record a request that has ended."""
+        self.requests[sequence.request.id] = sequence.request
         super().finished(sequence, now)
 
     def encoding(self, spans: Iterable[MediaSpan], now: float) -> None:
-        """The vision tower has begun with them."""
+        """Record that the vision tower has begun with the spans."""
         super().encoding(spans, now)
         self._tower_began = now
 
     def encoded(self, spans: Iterable[MediaSpan], now: float) -> None:
-        """Their features are there."""
+        """Record that the features of the spans are computed."""
         spans = tuple(spans)
         super().encoded(spans, now)
         pieces = tuple(Piece("", 0, 0, span.start, span.num_patches) for span in spans)
@@ -179,7 +180,7 @@ class Tape(Recorder):
 
 
 def _pieces(row: Row) -> Iterable[Piece]:
-    """A row by segments; output has the number behind the last."""
+    """Split a row by segments; output tokens get the number after the last segment."""
     sequence, start, stop = row.sequence, row.start, row.start + row.count
     stops = sequence.request.segment_stops or (sequence.num_prompt,)
     for number in range(bisect.bisect_right(stops, start), len(stops)):
@@ -195,12 +196,12 @@ def _pieces(row: Row) -> Iterable[Piece]:
 def make_run(
     records: Iterable[RequestRecord], steps: Iterable[Step], requests: Mapping[str, Request], *, start: float = 0.0
 ) -> Run:
-    """A run's rows, in seconds since `start`.
+    """Return the rows of a run, in seconds since `start`.
 
     Args:
-        records: of the requests that ended, in any order.
-        steps: what the device did, in any order; slices of one call of the tower become one row.
-        requests: what was sent, by id, with segments. An id begins with the kind: `text-7`.
+        records: records of the requests that ended, in any order.
+        steps: steps of the device, in any order; the slices of one call of the tower become one row.
+        requests: requests by id, with segments. An id begins with the kind: `text-7`.
     """
     merged = _merge_slices(sorted(steps, key=lambda step: step.start))
     parts: dict[tuple[str, int], list[tuple[Step, float]]] = collections.defaultdict(list)
@@ -247,7 +248,7 @@ def make_run(
 
 
 def _merge_slices(steps: Iterable[Step]) -> list[Step]:
-    """Slices of the same call of the tower as one that takes from the first's beginning to the last's end."""
+    """Merge the slices of each call of the tower into one step from the first's beginning to the last's end."""
     merged: list[Step] = []
     calls: dict[int, int] = {}  # by id of the call's pieces, which its slices share
     for step in steps:
@@ -263,7 +264,7 @@ def _merge_slices(steps: Iterable[Step]) -> list[Step]:
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union."""
+    """Return the length of the union of the intervals."""
     total, reached = 0.0, -math.inf
     for began, ended in sorted(intervals):
         total += max(0.0, ended - max(began, reached))
@@ -315,11 +316,11 @@ def _segment_row(request: Request, number: int, parts: list[tuple[Step, float]],
 
 
 def write_run(path: Path, run: Run, settings: Mapping[str, Any]) -> None:
-    """Writes a cell's file, whole or not at all."""
+    """Write a cell's file atomically."""
     tables = {
         name: {
             "columns": [field.name for field in dataclasses.fields(kind)],
-            "rows": [[_short(value) for value in vars(row).values()] for row in getattr(run, name)],
+            "rows": [[_rounded(value) for value in vars(row).values()] for row in getattr(run, name)],
         }
         for name, kind in _TABLES.items()
     }
@@ -327,10 +328,10 @@ def write_run(path: Path, run: Run, settings: Mapping[str, Any]) -> None:
 
 
 def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
-    """A cell's rows, and the settings they were made with.
+    """Return the rows of a cell's file, and the settings of its run.
 
     Raises:
-        ValueError: the file is not whole, or from another version.
+        ValueError: the file is damaged, or from another version.
     """
     content = read_json(path)
     try:
@@ -340,35 +341,35 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
         }
         return Run(**tables, busy_seconds=content["busy_seconds"]), content["settings"]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is of another version of the laboratory ({error}); delete it") from error
+        raise ValueError(f"{path} is from another version of omni-jax ({error}); delete it") from error
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON, gzipped if the name ends with .gz, whole or not at all."""
+    """Write JSON atomically, gzipped if the name ends with .gz."""
     data = json.dumps(content).encode()
     write_bytes(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def read_json(path: Path) -> Any:
-    """What write_json wrote.
+    """Read a file of write_json.
 
     Raises:
-        ValueError: the file is not whole.
+        ValueError: the file is damaged.
     """
     data = path.read_bytes()
     try:
         return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is not whole ({error}); delete it") from error
+        raise ValueError(f"{path} is damaged ({error}); delete it") from error
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a file, whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.write_bytes(data)
     partial.replace(path)
 
 
-def _short(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value

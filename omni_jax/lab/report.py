@@ -1,4 +1,4 @@
-"""report.md: what an experiment found, readable as it stands."""
+"""report.md: the results of an experiment."""
 
 import json
 import math
@@ -21,22 +21,22 @@ def write_report(
     missing: Sequence[str] = (),
     facts: Mapping[str, Any],
 ) -> str:
-    """Markdown.
+    """Return the report in Markdown.
 
     Args:
-        capacities: requests a second that the baseline can serve, by mix.
-        figures: file name -> caption.
+        capacities: capacity of the baseline in requests per second, by mix.
+        figures: captions by file name.
         missing: names of cells that have not run.
-        facts: of the machine and the versions.
+        facts: facts about the machine and versions.
     """
     parts = [f"# {experiment.name}", experiment.about.strip()]
     if missing:
-        parts.append(f"**Not finished:** {len(missing)} cells have not run, {missing[0]} the first of them.")
+        parts.append(f"**Incomplete:** {len(missing)} cells have not run; the first is {missing[0]}.")
     parts += [
-        "## In short",
-        _in_short(experiment, lines),
-        "## What was compared",
-        *_setting(experiment, capacities, facts),
+        "## Summary",
+        _summary(experiment, lines),
+        "## Setup",
+        *_setup(experiment, capacities, facts),
     ]
     for mix in experiment.mixes:
         for rate in experiment.rates:
@@ -50,8 +50,8 @@ def write_report(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _in_short(experiment: Experiment, lines: Sequence[Line]) -> str:
-    """What changed against the baseline; bold where it is more than chance."""
+def _summary(experiment: Experiment, lines: Sequence[Line]) -> str:
+    """Return a table of changes against the baseline."""
     by = {
         (line.arm, line.mix, line.rate, line.kind, line.metric, line.statistic): line.against.ratio
         for line in lines
@@ -71,11 +71,11 @@ def _in_short(experiment: Experiment, lines: Sequence[Line]) -> str:
         if any(key[:3] == (arm.name, mix, rate.name) for key in by)
     ]
     if not rows:
-        return "There is nothing to compare yet."
+        return "No comparison yet."
     what = "slowdown (latency over that of the same request alone)" if metric == "slowdown" else "latency"
     return (
-        f"Change against {experiment.baseline_arm.name}, of {what} by kind of request. **Bold** where the 95 % "
-        "interval leaves no change out.\n\n" + _table(["arm", "mix", "rate", *(name for _, name in columns)], rows)
+        f"Change of {what} against {experiment.baseline_arm.name}, by kind of request. **Bold**: the 95 % interval "
+        "excludes no change.\n\n" + _table(["arm", "mix", "rate", *(name for _, name in columns)], rows)
     )
 
 
@@ -89,13 +89,13 @@ def _change(ratio: Interval | None) -> str:
     return text if ratio.low <= 1 <= ratio.high else f"**{text}**"
 
 
-def _setting(experiment: Experiment, capacities: Mapping[str, float], facts: Mapping[str, Any]) -> list[str]:
+def _setup(experiment: Experiment, capacities: Mapping[str, float], facts: Mapping[str, Any]) -> list[str]:
     if experiment.backend == "real":
         how = f"The real engine, model `{_model_name(experiment)}`."
     elif experiment.gpu is not None:
         count = f"{experiment.devices} x " if experiment.devices > 1 else ""
         how = f"A simulation: the engine's scheduler on a virtual clock, step times of {count}{experiment.gpu} by its "
-        how += f"roofline for the model `{_model_name(experiment)}`. It predicts; nothing ran on such a GPU."
+        how += f"roofline for the model `{_model_name(experiment)}`. These are predictions; nothing ran on such a GPU."
     else:
         how = "A simulation: the engine's scheduler on a virtual clock, with step times measured in an earlier run "
         how += f"(`{experiment.step_times.name if experiment.step_times else ''}`)."
@@ -122,7 +122,7 @@ def _setting(experiment: Experiment, capacities: Mapping[str, float], facts: Map
         parts.append(_table(["kind", "priority", "TTFT ms", "TPOT ms", "end to end ms"], objectives))
     if capacities:
         served = ", ".join(f"{mix} {capacity:.3g} requests/s" for mix, capacity in capacities.items())
-        parts.append(f"Capacity of the baseline, by which percentages of rate are meant: {served}.")
+        parts.append(f"Capacity of the baseline, to which percentages of rate refer: {served}.")
     parts.append(", ".join(f"{name} {value}" for name, value in facts.items()))
     return parts
 
@@ -159,7 +159,7 @@ def _results(experiment: Experiment, lines: Sequence[Line]) -> Iterable[str]:
                 *(_number(by[arm, kind, metric, name].value) for name in ("mean", "p50", "p95", "p99", "sd")),
             ]
             for kind in kinds
-            for first, arm in _first(arm for arm in arms if (arm, kind, metric, "mean") in by)
+            for first, arm in _mark_first(arm for arm in arms if (arm, kind, metric, "mean") in by)
         ]
         if rows:
             yield f"### {title}"
@@ -167,7 +167,7 @@ def _results(experiment: Experiment, lines: Sequence[Line]) -> Iterable[str]:
     rows = [
         [kind if first else "", arm, _share(by[arm, kind, "slo_attainment", "share"].value)]
         for kind in kinds
-        for first, arm in _first(arm for arm in arms if (arm, kind, "slo_attainment", "share") in by)
+        for first, arm in _mark_first(arm for arm in arms if (arm, kind, "slo_attainment", "share") in by)
     ]
     if rows:
         yield "### SLO attainment"
@@ -176,11 +176,11 @@ def _results(experiment: Experiment, lines: Sequence[Line]) -> Iterable[str]:
     rows = [[arm, *(_number(by[arm, ALL, metric, "mean"].value) for metric in metrics)] for arm in arms]
     yield "### Throughput"
     yield _table(["arm", "requests/s", "tokens/s", "tokens/s while busy", "pauses a run", "preemptions a run"], rows)
-    compared = [line for line in lines if line.against is not None and _worth(line)]
+    compared = [line for line in lines if line.against is not None and _in_report(line)]
     if compared:
-        yield f"### Against {experiment.baseline_arm.name}, request by request"
+        yield f"### Paired with {experiment.baseline_arm.name}, by request"
         yield _table(
-            ["arm", "kind", "what", "difference", "ratio"],
+            ["arm", "kind", "metric", "difference", "ratio"],
             [
                 [
                     line.arm,
@@ -205,8 +205,8 @@ _NAMES |= {"busy_tokens_per_second": "tokens/s while busy"}
 _STATISTICS = {"mean": "mean", "p50": "P50", "p95": "P95", "p99": "P99", "sd": "sd"}
 
 
-def _worth(line: Line) -> bool:
-    """What the comparison in the report shows; summary.csv has it all."""
+def _in_report(line: Line) -> bool:
+    """Whether the report has the comparison; summary.csv has all."""
     if line.metric in ("latency_ms", "slowdown"):
         return line.statistic in ("mean", "p95", "sd")
     if line.metric == "ttft_ms":
@@ -214,7 +214,7 @@ def _worth(line: Line) -> bool:
     return line.metric in ("slo_attainment", "tokens_per_second", "busy_tokens_per_second")
 
 
-def _first(names: Iterable[str]) -> Iterable[tuple[bool, str]]:
+def _mark_first(names: Iterable[str]) -> Iterable[tuple[bool, str]]:
     return ((number == 0, name) for number, name in enumerate(names))
 
 
@@ -226,7 +226,7 @@ def _number(interval: Interval, unit: str = "") -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, and never an exponent."""
+    """Format with three significant digits, never with an exponent."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
@@ -247,15 +247,15 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 _NOTES = """\
-- In brackets stand 95 % intervals. Those of requests come from {resamples} bootstrap resamples of blocks of consecutive
-  arrivals within each seed, since neighbours wait in the same queues; those of throughput from the seeds (Student). An
-  interval of a difference or a ratio draws the same requests from both arms. They say how much the numbers depend on
-  which requests happened to come, and on the seeds; another machine is another experiment.
+- Brackets hold 95 % intervals. Those of requests come from {resamples} bootstrap resamples of blocks of consecutive
+  arrivals within each seed, since neighbours wait in the same queue; those of throughput come from the seeds (Student's
+  t). The interval of a difference or ratio draws the same requests from both arms. Intervals show how much a number
+  depends on the requests and seeds that were drawn; they do not cover other machines.
 - Percentiles are interpolated between ranks; sd is the standard deviation, the jitter. A P99 of a few hundred requests
-  hangs on a handful of them.
-- Arrivals keep their times whether or not the engine keeps up, and latency counts from the time a request was due.
-- A request is slowed down by its latency over that of the same request on an idle engine with the baseline's settings;
-  lengths are grouped in steps of 9 % for that.
-- Throughput is prompt and output tokens until the last request ended. Below capacity it follows the arrivals, so tokens
-  a second while a step was running tell more about cost.
-- `requests.csv`, `segments.csv`, `steps.csv` hold every request, segment and step; `summary.csv` all statistics."""
+  depends on a handful of them.
+- Arrivals keep their times even if the engine falls behind, and latency counts from the arrival.
+- Slowdown is a request's latency over that of the same request on an idle engine with the baseline's settings, for
+  which lengths are grouped in steps of 9 %.
+- Throughput counts prompt and output tokens until the last request ended. Below capacity it follows the arrivals, so
+  tokens/s while busy, that is while a step was running, reflects cost better.
+- `requests.csv`, `segments.csv` and `steps.csv` hold every request, segment and step; `summary.csv` all statistics."""

@@ -1,9 +1,9 @@
-"""Carries out an experiment: measures what is needed, runs the cells that have no file yet, writes tables, figures and
-the report.
+"""Runs an experiment: takes the preliminary measurements, runs the cells without a file, writes tables, figures and the
+report.
 
-    results/cells/*.json.gz   one file a cell, written whole or not at all: an interrupted run goes on where it was
-    results/measures.json     capacities, and what requests take alone
-    results/step-times.json   what steps took here: `step_times:` of a simulation
+    results/cells/*.json.gz   one file a cell, written atomically, so that an interrupted run can be resumed
+    results/measures.json     capacities, and latencies of requests on an idle engine
+    results/step-times.json   measured step times, for `step_times:` of a simulation
     results/report.md, figures, requests.csv, segments.csv, steps.csv, summary.csv
 """
 
@@ -26,7 +26,7 @@ from omni_jax.lab.experiment import (
     plain,
     settings_of,
     shared_settings,
-    told,
+    with_slo_of,
     workload,
 )
 from omni_jax.lab.figures import NoMatplotlib, write_figures
@@ -37,19 +37,19 @@ from omni_jax.lab.summary import Judged, judge, summarise, write_tables
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[str, int], None]  # (what it is at, requests that ended since the last call)
+Report = Callable[[str, int], None]  # (current work, requests that ended since the last call)
 
 
 class OtherSettings(ValueError):
-    """The results in the directory were made with other settings."""
+    """The directory holds results of other settings."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Measures:
-    """What measures.json holds."""
+    """Content of measures.json."""
 
     settings: dict[str, Any]
-    traffic: dict[str, Any] = dataclasses.field(default_factory=dict)  # that the capacities are of
+    traffic: dict[str, Any] = dataclasses.field(default_factory=dict)  # by mix; what the capacities were measured with
     capacities: dict[str, float] = dataclasses.field(default_factory=dict)
     alone: dict[Shape, tuple[float, float]] = dataclasses.field(default_factory=dict)
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -58,20 +58,20 @@ class _Measures:
 def run_experiment(
     experiment: Experiment, out: Path, *, overwrite: bool = False, backend: Backend | None = None, quiet: bool = False
 ) -> Path:
-    """Runs what is missing in `out`, and writes everything anew that follows from the runs.
+    """Run the cells that `out` lacks, and write tables, figures and the report.
 
     Args:
-        overwrite: runs again what other settings made; else they are an error.
-        backend: in place of the one that the experiment asks for.
-        quiet: no progress bar.
+        overwrite: run cells of other settings again instead of raising.
+        backend: replaces the experiment's.
+        quiet: whether to show no progress bar.
 
     Returns:
-        the report's path.
+        the path of the report.
 
     Raises:
         OtherSettings: `out` holds runs of other settings; the message names the first that differs.
-        ValueError: a workload that can never run, settings that the engine refuses, a file in `out` that is not whole.
-        OSError: a model, trace or directory that cannot be read or written.
+        ValueError: a workload can never run, the engine refuses its settings, or a file in `out` is damaged.
+        OSError: a model, trace or directory cannot be read or written.
     """
     out.mkdir(parents=True, exist_ok=True)
     measures = _read_measures(experiment, out, overwrite)
@@ -106,13 +106,13 @@ def _run_cells(
                 for arrival in workload(experiment, mix, seed, rate=1.0)
             ]
             left = len({shape_of(arrival) for arrival in arrivals} - measures.alone.keys())
-            report(f"{left} requests alone", 0)
+            report(f"{left} requests on an idle engine", 0)
             measures.alone = alone(experiment, backend, arrivals, measures.alone)
         _write_measures(out, measures)
         for number, cell in enumerate(todo, 1):
             at = f"{number}/{len(todo)} {cell.name}"
             report(at, 0)
-            arrivals = told(_workload(experiment, cell, measures), cell.arm)
+            arrivals = with_slo_of(cell.arm, _workload(experiment, cell, measures))
             run = backend.replay(cell.arm, arrivals, tag=cell.name, done=lambda at=at: report(at, 1))
             write_run(_file(out, cell), run, _settings(experiment, cell, measures))
         if (times := backend.step_times()) is not None:
@@ -120,10 +120,10 @@ def _run_cells(
 
 
 def write_results(experiment: Experiment, out: Path) -> Path:
-    """Tables, figures and report of the cells that `out` has.
+    """Write tables, figures and the report from the cells that `out` has.
 
     Returns:
-        the report's path.
+        the path of the report.
     """
     measures = _read_measures(experiment, out, False)
     runs, missing = {}, []
@@ -166,7 +166,7 @@ def _per_second(cell: Cell, measures: _Measures) -> float | None:
     return cell.rate.of_capacity * measures.capacities[cell.mix]
 
 
-# -- what is there ----------------------------------------------------------------------------------------------------
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def _file(out: Path, cell: Cell) -> Path:
@@ -185,7 +185,7 @@ def _is_done(experiment: Experiment, cell: Cell, out: Path, measures: _Measures,
     if cell.rate.of_capacity is not None and cell.mix not in measures.capacities:
         if overwrite:
             return False
-        raise OtherSettings(f"{path} is there, and the capacity it goes by is not: {out / 'measures.json'} is missing")
+        raise OtherSettings(f"{path} needs the capacity it was run at, and {out / 'measures.json'} lacks it")
     settings = _settings(experiment, cell, measures)
     _, found = read_run(path)
     if found == settings:
@@ -193,18 +193,18 @@ def _is_done(experiment: Experiment, cell: Cell, out: Path, measures: _Measures,
     if overwrite:
         return False
     raise OtherSettings(
-        f"{path} was made with other settings ({_difference(found, settings)}): choose another directory, or "
+        f"{path} was run with other settings ({_difference(found, settings)}): choose another directory, or "
         "--overwrite to run these cells again"
     )
 
 
 def _difference(found: Any, wanted: Any, where: str = "") -> str:
-    """The first setting that differs."""
+    """Describe the first setting that differs."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in [*wanted, *(key for key in found if key not in wanted)]:
             if key != "digest" and found.get(key) != wanted.get(key):
                 return _difference(found.get(key), wanted.get(key), f"{where}.{key}" if where else key)
-    return f"{where} was {found!r} and is {wanted!r} now"
+    return f"{where} was {found!r} and is now {wanted!r}"
 
 
 def _read_measures(experiment: Experiment, out: Path, overwrite: bool) -> _Measures:
@@ -217,7 +217,7 @@ def _read_measures(experiment: Experiment, out: Path, overwrite: bool) -> _Measu
         if overwrite:
             return _Measures(settings=settings)
         raise OtherSettings(
-            f"{path} was made with other settings ({_difference(content['settings'], settings)}): choose another "
+            f"{path} was measured with other settings ({_difference(content['settings'], settings)}): choose another "
             "directory, or --overwrite to measure and run again"
         )
     capacities = {}
@@ -228,7 +228,7 @@ def _read_measures(experiment: Experiment, out: Path, overwrite: bool) -> _Measu
         elif not overwrite:
             raise OtherSettings(
                 f"{path}: the capacity of the mix {name} was measured with other settings "
-                f"({_difference(found['traffic'], traffic)}): call the mix something else, or --overwrite"
+                f"({_difference(found['traffic'], traffic)}): rename the mix, or --overwrite"
             )
     return _Measures(
         settings=settings,
@@ -262,18 +262,18 @@ def _write_measures(out: Path, measures: _Measures) -> None:
 
 @contextlib.contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Report]:
-    """A bar over all requests on a terminal, a line for each piece of work elsewhere."""
+    """Show a progress bar over all requests on a terminal; elsewhere print a line for each piece of work."""
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal or quiet:
-        said = ""
+        printed = ""
 
-        def tell(at: str, ended: int) -> None:
-            nonlocal said
-            if at != said:
-                said = at
+        def print_work(at: str, ended: int) -> None:
+            nonlocal printed
+            if at != printed:
+                printed = at
                 console.print(at, highlight=False, soft_wrap=True)
 
-        yield tell
+        yield print_work
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:

@@ -1,4 +1,4 @@
-"""Runs in simulation: the engine's scheduler on a virtual clock, with a GPU's roofline or measured step times."""
+"""Backend that simulates: the engine's scheduler on a virtual clock, with a GPU's roofline or measured step times."""
 
 import dataclasses
 import json
@@ -21,23 +21,23 @@ from omni_jax.scheduling import FirstCome, SLOFirst
 from omni_jax.segments import make_policy
 from omni_jax.simulation import Arrival, ReplicaConfig, WordTokenizer, gpu_replica, prepare, simulate_requests
 
-# The engine's defaults.
+# Defaults of the engine.
 MAX_PIXELS = 1_003_520
 UTILIZATION = 0.92
 KV_CACHE_BYTES = 2 * 2**30  # on a CPU
 
 
 class SimulatedBackend:
-    """See backend.Backend."""
+    """The simulation, see backend.Backend."""
 
     def __init__(self, experiment: Experiment):
         self._experiment, self._settings = experiment, experiment.engine
         path = tiny_vl() if experiment.model == TINY_VL else Path(experiment.model)
         if not path.exists():
-            raise FileNotFoundError(f"no model at {path}: expected a directory with a config.json, or such a file")
+            raise FileNotFoundError(f"no model at {path}: expected a directory with a config.json, or a config.json")
         self._config = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
         self._model = model_config(self._config)
-        self._vision: VisionInputs | None = None  # where only a config.json is there: as Qwen2-VL's files have it
+        self._vision: VisionInputs | None = None  # None, with only a config.json: Qwen2-VL's settings
         if self._model.vision is not None and path.is_dir():
             settings = VisionSettings.from_directory(path, max_pixels=self._settings.max_pixels or MAX_PIXELS)
             self._vision = VisionInputs(config=self._model.vision, settings=settings)
@@ -47,7 +47,7 @@ class SimulatedBackend:
     def replay(
         self, arm: Arm, arrivals: Sequence[Arrival], *, tag: str = "", done: Callable[[], None] | None = None
     ) -> Run:
-        """See Backend. Tags change nothing, as nothing is left from one run to the next."""
+        """See Backend. The tag has no effect: each run starts with empty caches."""
         config, cost, vision = self._parts(arm)
         policy = make_policy(arm.segment_policy, allow_custom=True)
         requests = [
@@ -64,7 +64,7 @@ class SimulatedBackend:
         run = make_run(result.requests, result.steps, {request.id: request for request in requests})
         return dataclasses.replace(run, busy_seconds=sum(result.busy_seconds))
 
-    def most_running(self, arm: Arm) -> int:
+    def max_running(self, arm: Arm) -> int:
         """See Backend."""
         return self._parts(arm)[0].max_num_seqs
 
@@ -89,7 +89,7 @@ class SimulatedBackend:
         return None
 
     def _parts(self, arm: Arm) -> tuple[ReplicaConfig, CostModel, VisionInputs | None]:
-        """How an engine would be started for an arm, and what its steps take."""
+        """Return the configuration of an arm's engine, and the cost model of its steps."""
         settings, experiment = self._settings, self._experiment
         names = ("max_num_seqs", "max_model_len", "block_size", "encoder_cache_tokens")
         given: dict[str, Any] = {name: getattr(settings, name) for name in names} | {
@@ -107,7 +107,7 @@ class SimulatedBackend:
         kv_bytes = ModelSizes.from_config(self._config).kv_bytes_per_token(dtype_bytes)
         vision, pixels = self._model.vision, settings.max_pixels or MAX_PIXELS
         if vision is not None and settings.encoder_layers_per_slice is not None:
-            given["encoder_slices"] = math.ceil(vision.depth / settings.encoder_layers_per_slice) + 1  # and the merger
+            given["encoder_slices"] = math.ceil(vision.depth / settings.encoder_layers_per_slice) + 1  # the merger
         if experiment.gpu is not None:
             if settings.kv_cache_memory_bytes is not None:
                 given["num_blocks"] = settings.kv_cache_memory_bytes // (kv_bytes * given.get("block_size", 16))
@@ -127,7 +127,7 @@ class SimulatedBackend:
             given["encoder_cache_tokens"] = 0
         else:
             given["max_patches"] = pixels // vision.patch_size**2
-            given.setdefault("encoder_slices", vision.depth + 1)  # the engine's default on a CPU: a layer at a time
+            given.setdefault("encoder_slices", vision.depth + 1)  # the engine's default on a CPU: one layer a slice
         config = ReplicaConfig(**given)
         room = (settings.kv_cache_memory_bytes or KV_CACHE_BYTES) // (kv_bytes * config.block_size)
         config = dataclasses.replace(config, num_blocks=min(room, config.usable_blocks))

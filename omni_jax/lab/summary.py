@@ -1,4 +1,4 @@
-"""Runs -> tidy tables: a line for each request, and a line for each statistic of each arm with its interval and its
+"""Tables of an experiment: a line for each request, and a line for each statistic of each arm with its interval and its
 paired difference from the baseline."""
 
 import csv
@@ -16,22 +16,22 @@ from omni_jax.lab.records import RequestRow, Run, SegmentRow, StepRow, write_byt
 from omni_jax.requests.slo import SLO
 from omni_jax.stats.intervals import STATISTICS, Comparison, Interval, compare, interval, over_runs, resamples
 
-ALL = "all"  # the kinds of requests together
+ALL = "all"  # all kinds of requests together
 METRICS = ("latency_ms", "ttft_ms", "tpot_ms", "queue_ms", "slowdown")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A request with what follows from its times.
+    """A request with its latencies in milliseconds.
 
     Attributes:
-        queue_ms: from arrival to its first turn.
+        queue_ms: from arrival until it is first scheduled.
         ttft_ms: from arrival to the first token.
-        tpot_ms: from token to token on average; None with fewer than two.
+        tpot_ms: average from token to token; None with fewer than two tokens.
         latency_ms: from arrival to the last token.
-        alone_ms: what the same request takes on an idle engine; None where that was not measured.
+        alone_ms: latency of the same request on an idle engine; None if not measured.
         slowdown: latency_ms / alone_ms.
-        slo_met: all objectives of its kind; None where there are none.
+        slo_met: whether it met all objectives of its kind; None if there are none.
     """
 
     row: RequestRow
@@ -49,12 +49,12 @@ class Line:
     """A statistic of an arm.
 
     Attributes:
-        kind: of request, or all.
+        kind: kind of request, or all.
         metric, statistic: latency_ms, ttft_ms, tpot_ms, queue_ms or slowdown with mean, p50, p95, p99 or sd;
             slo_attainment with share; requests_per_second, tokens_per_second, busy_tokens_per_second, pauses and
-            preemptions with mean (of runs).
-        count: requests, or runs.
-        against: the baseline; None for the baseline itself, and where requests cannot be paired.
+            preemptions with mean (over runs).
+        count: number of requests, or of runs.
+        against: comparison with the baseline; None for the baseline itself, and if requests cannot be paired.
     """
 
     arm: str
@@ -69,11 +69,11 @@ class Line:
 
 
 def judge(row: RequestRow, slo: SLO | None, alone: float | None) -> Judged:
-    """A request's figures.
+    """Return the latencies of a request.
 
     Args:
-        slo: what it is judged by.
-        alone: seconds the same request takes alone.
+        slo: objectives that it is judged by.
+        alone: seconds that the same request takes on an idle engine.
     """
     whole = row.finish_reason in ("stop", "length")
     first = row.first_token_at
@@ -96,18 +96,18 @@ def judge(row: RequestRow, slo: SLO | None, alone: float | None) -> Judged:
     )
 
 
-Runs = Mapping[str, tuple[Cell, Run, tuple[Judged, ...]]]  # by the cell's name, in the experiment's order
+Runs = Mapping[str, tuple[Cell, Run, tuple[Judged, ...]]]  # by name of the cell, in the experiment's order
 
 
 def summarise(experiment: Experiment, runs: Runs) -> list[Line]:
-    """All statistics of all arms. Cells that are missing are left out, and seeds that an arm has and the baseline has
-    not are in its own numbers only."""
+    """Return all statistics of all arms, from the cells that have run. An arm is compared with the baseline only if
+    both have the same seeds."""
     lines = []
     for mix in experiment.mixes:
         for rate in experiment.rates:
             of_arm = {
                 arm.name: [
-                    runs[name] for name, (cell, *_) in runs.items() if _stands_in(cell, mix, rate.name, arm.name)
+                    runs[name] for name, (cell, *_) in runs.items() if _is_cell_of(cell, mix, rate.name, arm.name)
                 ]
                 for arm in experiment.arms
             }
@@ -115,15 +115,15 @@ def summarise(experiment: Experiment, runs: Runs) -> list[Line]:
             for arm in experiment.arms:
                 if of_arm[arm.name]:
                     other = baseline if arm != experiment.baseline_arm else []
-                    lines += _of_arm(experiment, (arm.name, mix, rate.name), of_arm[arm.name], other)
+                    lines += _lines_of_arm(experiment, (arm.name, mix, rate.name), of_arm[arm.name], other)
     return lines
 
 
-def _stands_in(cell: Cell, mix: str, rate: str, arm: str) -> bool:
+def _is_cell_of(cell: Cell, mix: str, rate: str, arm: str) -> bool:
     return (cell.mix, cell.rate.name, cell.arm.name) == (mix, rate, arm)
 
 
-def _of_arm(experiment: Experiment, where: tuple[str, str, str], mine: list, baseline: list) -> list[Line]:
+def _lines_of_arm(experiment: Experiment, where: tuple[str, str, str], mine: list, baseline: list) -> list[Line]:
     lines: list[Line] = []
     names = dict(zip(("arm", "mix", "rate"), where, strict=True))
     paired = [cell.seed for cell, *_ in mine] == [cell.seed for cell, *_ in baseline]
@@ -166,7 +166,7 @@ def _of_arm(experiment: Experiment, where: tuple[str, str, str], mine: list, bas
                     against=against,
                 )
             )
-    for metric, function in _OF_RUN.items():
+    for metric, function in _RUN_METRICS.items():
         values = [function(run) for _, run, _ in mine]
         others = [function(run) for _, run, _ in baseline] if paired else []
         against = None
@@ -193,8 +193,8 @@ def _kinds(runs: list) -> list[str]:
 
 
 def _column(runs: list, kind: str, metric: str) -> tuple[np.ndarray, list[int]]:
-    """A number of each request of a kind, in order of arrival and run after run, and how many each run has. What is
-    None for one is left out."""
+    """Return a metric of each request of a kind, by run and arrival, and the number of requests of each run. Requests
+    without the metric, and runs without such requests, are left out."""
     columns = []
     for _, _, some in runs:
         chosen = [judged for judged in some if kind in (ALL, judged.row.kind)]
@@ -209,11 +209,11 @@ def _tokens(run: Run) -> int:
 
 
 def _span(run: Run) -> float:
-    """Seconds from the first arrival to the last end."""
+    """Return the seconds from the first arrival to the last completion."""
     return max(row.ended_at for row in run.requests) - min(row.arrival for row in run.requests)
 
 
-_OF_RUN = {
+_RUN_METRICS = {
     "requests_per_second": lambda run: (
         sum(row.finish_reason in ("stop", "length") for row in run.requests) / max(_span(run), 1e-9)
     ),
@@ -238,15 +238,15 @@ SUMMARY_COLUMNS = (
 
 
 def write_tables(directory: Path, runs: Runs, lines: Sequence[Line]) -> None:
-    """requests.csv, segments.csv, steps.csv and summary.csv."""
+    """Write requests.csv, segments.csv, steps.csv and summary.csv."""
 
     def cells(attribute: str) -> Iterable[list[Any]]:
         for cell, run, _ in runs.values():
             for row in getattr(run, attribute):
-                yield [*_of_cell(cell), *vars(row).values()]
+                yield [*_cell_columns(cell), *vars(row).values()]
 
     requests = (
-        [*_of_cell(cell), *vars(judged.row).values(), *(getattr(judged, name) for name in _DERIVED)]
+        [*_cell_columns(cell), *vars(judged.row).values(), *(getattr(judged, name) for name in _DERIVED)]
         for cell, _, some in runs.values()
         for judged in some
     )
@@ -259,11 +259,11 @@ def write_tables(directory: Path, runs: Runs, lines: Sequence[Line]) -> None:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
-        writer.writerows([[_shown(value) for value in row] for row in rows])
+        writer.writerows([[_csv_value(value) for value in row] for row in rows])
         write_bytes(directory / f"{name}.csv", text.getvalue().encode())
 
 
-def _of_cell(cell: Cell) -> list[Any]:
+def _cell_columns(cell: Cell) -> list[Any]:
     return [cell.arm.name, cell.mix, cell.rate.name, cell.seed]
 
 
@@ -274,8 +274,8 @@ def _summary_row(line: Line) -> list[Any]:
     return head + numbers + [None] * (9 - len(numbers))
 
 
-def _shown(value: Any) -> Any:
-    """Empty for what there is not; microseconds of seconds."""
+def _csv_value(value: Any) -> Any:
+    """Empty for None and NaN; floats with six decimal places."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return round(value, 6) if isinstance(value, float) else value

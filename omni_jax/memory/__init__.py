@@ -1,4 +1,4 @@
-"""The device's memory as the host sees it: KV blocks, what is in them and who holds them; and encoder features."""
+"""Host-side bookkeeping of device memory: KV cache blocks, their contents and holders, and encoder features."""
 
 from omni_jax.memory.accounting import PoolUsage, check_leaks, pool_usage
 from omni_jax.memory.block_pool import BlockPool

@@ -1,4 +1,4 @@
-"""Who has the blocks of the pool, and whether it adds up."""
+"""Block pool usage by modality, and the check for leaks."""
 
 import collections
 import dataclasses
@@ -13,21 +13,20 @@ from omni_jax.requests.segment import MODALITIES, Modality
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolUsage:
-    """The pool at a moment. free + cached + active = total.
+    """The use of the pool at one moment. free + cached + active = total.
 
     Attributes:
-        block_size: slots a block.
-        total: blocks that can be handed out.
-        free: blocks that hold nothing anybody could want.
-        cached: blocks that nobody holds and that can be found.
-        active: blocks in use.
-        peak_active: most blocks that were in use at a time, since the start.
-        shared: blocks that more than one hold.
-        active_slots: slots of the sequences' blocks that are filled, by the modality of the token; blocks held by
-            several count once. Compression drops rows of its own choice in every layer and head: what is left of a
-            sequence is taken to be of the same mixture as before.
-        unfilled_slots: slots of the sequences' blocks that are not filled.
-        evictions: cached blocks given up since the start, by modality.
+        block_size: Slots per block.
+        total: Number of blocks that can be allocated.
+        free: Number of blocks without content to reuse.
+        cached: Number of idle blocks: registered in the prefix cache, and held by no sequence.
+        active: Number of blocks in use.
+        peak_active: Maximum number of blocks in use at a time since the start.
+        shared: Number of blocks that several sequences hold.
+        active_slots: Number of filled slots by modality of the token; shared blocks count once. Compression drops
+            different rows in each layer and head, so a compressed sequence is assumed to keep its mixture.
+        unfilled_slots: Number of slots in held blocks that are not filled.
+        evictions: Number of cached blocks evicted since the start, by modality.
     """
 
     block_size: int
@@ -43,7 +42,7 @@ class PoolUsage:
 
 
 def pool_usage(pool: BlockPool, sequences: Iterable[Sequence]) -> PoolUsage:
-    """What a pool is used for, by the sequences that hold its blocks."""
+    """The usage of a pool whose blocks the sequences hold."""
     seen: set[int] = set()
     slots: collections.Counter[Modality] = collections.Counter()
     for sequence in sequences:
@@ -68,40 +67,43 @@ def pool_usage(pool: BlockPool, sequences: Iterable[Sequence]) -> PoolUsage:
 
 
 def check_leaks(pool: BlockPool, sequences: Iterable[Sequence]) -> None:
-    """Checks that every block has as many references as sequences that hold it, and that what nobody holds could be
-    allocated. `sequences` are all that live, those that wait included.
+    """Check that each block has one reference per sequence that holds it, and that the rest can be allocated.
 
-    Raises AssertionError that names the block.
+    Args:
+        sequences: All live sequences, including those that wait.
+
+    Raises:
+        AssertionError: It does not; the message gives the block.
     """
     holders: dict[int, list[str]] = collections.defaultdict(list)
     for sequence in sequences:
         for block in sequence.blocks:
-            holders[block].append(f"{sequence.request.id}[{sequence.index}]")
+            holders[block].append(sequence.name)
     for block in range(pool.num_blocks):
         held, references = holders.get(block, []), pool.references(block)
         if references != len(held):
-            raise AssertionError(f"block {block} has {references} references, but is held by {held or 'nobody'}")
+            raise AssertionError(f"block {block} has {references} references, but is held by {held or 'no sequence'}")
         if len(set(held)) < len(held):
-            raise AssertionError(f"block {block} stands twice in a sequence's blocks: {held}")
+            raise AssertionError(f"block {block} occurs twice in a sequence's blocks: {held}")
     if pool.num_used != len(holders):
         raise AssertionError(
-            f"{pool.num_used} blocks are in use, but sequences hold {len(holders)}: the others are kept because "
-            f"somebody holds a block that continues them, and not them"
+            f"{pool.num_used} blocks are in use, but sequences hold {len(holders)}: a sequence holds a block without "
+            f"holding its parent, so the parent cannot be freed"
         )
 
 
 def _runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, behind the last) of each run of ascending numbers without a gap."""
+    """(first, last + 1) of each run of consecutive numbers."""
     for _, run in itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         first, *rest = (index for _, index in run)
         yield first, (rest[-1] if rest else first) + 1
 
 
 def _modalities(sequence: Sequence, start: int, stop: int) -> dict[Modality, int]:
-    """How many of the cache's rows from start to stop are of which modality."""
+    """The number of rows from start to stop in the sequence's cache, by modality."""
     if not sequence.dropped:
         return count_modalities(sequence.request, start, stop)
-    computed = sequence.computed  # read once: another thread may be changing it
+    computed = sequence.computed  # read once, because another thread may change it
     counts = count_modalities(sequence.request, 0, computed)
     for modality, count in counts.items():
         counts[modality] = count * (stop - start) // max(computed, 1)

@@ -1,9 +1,9 @@
-"""Which blocks of the KV cache are in use, by how many sequences, and what they hold. Numbers only; the arrays live in
-the runtime.
+"""The block pool of the KV cache: reference counts, free blocks, and the prefix cache's index. The arrays live in the
+runtime.
 
-A block is held by somebody, or free, or idle: nobody holds it, and it can still be found by what it holds. Blocks that
-can be found form trees: a block's parent holds the tokens before its own. Only leaves are given up, so that whatever
-can be found can be reached from its root.
+A block is held (it has references), free, or idle: it has no references, but a prompt can still find it by the digest
+of its content. Registered blocks form trees: a block's parent holds the tokens before its own. Only leaves are evicted,
+so every registered block can be reached from its root.
 """
 
 import collections
@@ -14,19 +14,19 @@ from collections.abc import Iterable, Sequence
 
 from omni_jax.memory.recycling import BlockUse, RecyclingPolicy, by_modality, count_use
 
-_SPARE_ENTRIES = 64  # stale entries a heap may have before anybody counts
+_SPARE_ENTRIES = 64  # stale entries that a heap may have before they are counted
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
 class _Cached:
-    """A block that can be found.
+    """A registered block.
 
     Attributes:
-        children: blocks that can be found and continue it.
-        holds: why it is not idle: 1 if it has references, and 1 for each child that is not idle. If whoever holds a
-            block also holds those before it, the first says it all; otherwise the others keep its ancestors from being
-            taken for blocks that could be had.
-        ticket: of its entry among the leaves; 0 when it is none.
+        children: Number of registered blocks that continue it.
+        holds: Number of reasons why it is not idle: 1 if it has references, and 1 per child that is not idle. The
+            children matter only if a holder of a block does not hold the blocks before it; they keep those ancestors
+            from counting as idle.
+        ticket: Number of its entry among the leaves; 0 if it is not an idle leaf.
     """
 
     block: int
@@ -42,16 +42,16 @@ class _Cached:
 
 
 class BlockPool:
-    """Reference counts, a free list, and blocks that can be found by the digest of what they hold.
+    """Reference counts, a free list, and an index of blocks by the digest of their content.
 
-    Every operation takes O(log n) a block at most. Block 0 is never handed out: padding rows write to it.
+    Each operation takes at most O(log n) per block. Block 0 is never allocated: padding rows write to it.
 
     Attributes:
-        num_blocks: blocks that exist, block 0 included.
-        block_size: tokens a block.
-        now: the engine's seconds, set by whoever uses the pool; blocks given back are dated with it.
-        peak_used: most blocks that were in use at a time.
-        evictions_by_modality: how many idle blocks were given up, counter.
+        num_blocks: Number of blocks, including block 0.
+        block_size: Tokens per block.
+        now: Engine time in seconds, which the owner of the pool sets. Freed blocks are dated with it.
+        peak_used: Maximum number of blocks in use at a time.
+        evictions_by_modality: Number of evicted blocks (a counter).
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, recycling: RecyclingPolicy = by_modality):
@@ -76,12 +76,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that could be allocated: those that are free, and those that are idle."""
+        """Number of blocks that can be allocated: free and idle ones."""
         return len(self._free) + self._num_idle
 
     @property
     def num_idle(self) -> int:
-        """Blocks that nobody holds and that can be found."""
+        """Number of blocks that are registered and have no references."""
         return self._num_idle
 
     @property
@@ -95,26 +95,28 @@ class BlockPool:
 
     @property
     def evictions(self) -> int:
-        """How many idle blocks were given up, counter."""
+        """Number of evicted blocks (a counter)."""
         return self.evictions_by_modality.total()
 
     def references(self, block: int) -> int:
-        """How many hold a block."""
+        """Number of references to a block."""
         return self._references[block]
 
     def is_registered(self, block: int) -> bool:
-        """Whether a block can be found: then nobody may write to it, though one alone holds it."""
+        """Whether a block is registered. Its content must then not change, even with a single reference."""
         return self._cached[block] is not None
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    # -- who holds what -----------------------------------------------------------------------------------------------
+    # -- references ---------------------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and nothing changed) when there are fewer. When free ones do
-        not suffice, idle ones are given up, in the policy's order; they cannot be found any longer."""
+        """Allocate `count` blocks with one reference each, or return None and change nothing if there are fewer.
+
+        Idle blocks are evicted, in the policy's order, when free ones do not suffice.
+        """
         if count > len(self._free):
             if count > self.num_free:
                 return None
@@ -127,7 +129,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to blocks that are in use or idle. Raises ValueError for one that is free."""
+        """Add a reference to held or idle blocks. Raises ValueError for a free block."""
         references = self._references
         for block in blocks:
             if not references[block]:
@@ -139,12 +141,12 @@ class BlockPool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drops a reference. Blocks without one are idle if they can be found, else free. That they were used until now
-        is noted with those that can be found. Raises ValueError for a block that has no reference."""
+        """Drop a reference to each block, and note its use if it is registered. Blocks without references become idle
+        if they are registered, else free. Raises ValueError for a block without references."""
         references = self._references
         for block in blocks:
             if references[block] < 1:
-                raise ValueError(f"block {block} was freed more often than it was taken")
+                raise ValueError(f"block {block} was freed more often than it was allocated or shared")
             references[block] -= 1
             cached = self._cached[block]
             if cached is not None:
@@ -152,30 +154,31 @@ class BlockPool:
                 cached.uses = count_use(cached.uses, cached.last_used, now)
                 cached.last_used = now
                 if not references[block]:
-                    self._let_go(cached)
+                    self._drop_hold(cached)
             elif not references[block]:
                 self._free.append(block)
 
-    # -- what can be found --------------------------------------------------------------------------------------------
+    # -- registered blocks --------------------------------------------------------------------------------------------
 
     def register(self, block: int, digest: bytes, parent: bytes | None, *, modality: str, depth: int) -> bool:
-        """Makes a block that somebody holds one that can be found.
+        """Register a held block by the digest of its content.
 
         Args:
-            digest: of the block's tokens and all before them; see memory.prefix.
-            parent: digest of the block before; None for the first of a sequence. Who holds a block must hold its
-                parent too, or the parent counts as in use though nobody holds it.
-            modality: what it is counted as; see prefix.modality.
-            depth: blocks before it.
+            block: The block.
+            digest: Digest of the block's tokens and all tokens before them; see memory.prefix.
+            parent: Digest of the block before it; None for the first block of a sequence. A holder of a block should
+                hold its parent too; otherwise the parent counts as in use although no sequence holds it.
+            modality: Modality that it is counted under; see prefix.modality.
+            depth: Number of blocks before it.
 
         Returns:
-            False, and nothing changed, when another block has that digest, or when no block has the parent's.
+            False, without a change, if another block has the digest, or no block has the parent's.
 
         Raises:
-            ValueError: nobody holds the block, or it is registered by another digest.
+            ValueError: The block has no references, or it is registered by another digest.
         """
         if not self._references[block]:
-            raise ValueError(f"block {block} is held by nobody and cannot be registered")
+            raise ValueError(f"block {block} has no references and cannot be registered")
         before = self._cached[block]
         if before is not None:
             if before.digest != digest:
@@ -194,8 +197,8 @@ class BlockPool:
         return True
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest run of digests, from the first on, that can be found. Whoever wants them shares
-        them before anything else is allocated."""
+        """The blocks of the longest prefix of `digests` that is registered. They must be shared before the next
+        allocation, which may evict them."""
         found = []
         for digest in digests:
             cached = self._by_digest.get(digest)
@@ -205,7 +208,7 @@ class BlockPool:
         return found
 
     def clear_cache(self) -> None:
-        """Nothing can be found any longer; idle blocks become free, others stay with who holds them."""
+        """Unregister all blocks. Idle blocks become free; held blocks stay held."""
         for cached in self._by_digest.values():
             self._cached[cached.block] = None
             if not self._references[cached.block]:
@@ -215,7 +218,7 @@ class BlockPool:
         self._num_idle = 0
 
     def _hold(self, cached: _Cached | None) -> None:
-        """One more reason why a block is not idle; the first is one for its parent, too."""
+        """Add a reason why a block is not idle; the first one also holds its parent."""
         while cached is not None:
             cached.holds += 1
             if cached.holds > 1:
@@ -225,8 +228,8 @@ class BlockPool:
                 self._leaves.remove(cached)
             cached = cached.parent
 
-    def _let_go(self, cached: _Cached | None) -> None:
-        """One reason less; with the last a block becomes idle."""
+    def _drop_hold(self, cached: _Cached | None) -> None:
+        """Drop a reason why a block is not idle; without any it becomes idle, and no longer holds its parent."""
         while cached is not None:
             cached.holds -= 1
             if cached.holds:
@@ -237,7 +240,7 @@ class BlockPool:
             cached = cached.parent
 
     def _evict(self) -> None:
-        """Makes the leaf of least value a free block."""
+        """Evict the leaf with the smallest value; its block becomes free."""
         leaf = self._leaves.pop()
         self._cached[leaf.block] = None
         del self._by_digest[leaf.digest]
@@ -252,15 +255,17 @@ class BlockPool:
 
 
 class _Leaves:
-    """Idle blocks without children, by value. One that is a leaf no longer leaves its entry behind, which is passed
-    over by its ticket. Values are asked for only when something must be given up: most leaves are found again before.
+    """Idle blocks without children, ordered by value.
+
+    The entry of a block that is no longer a leaf is stale, which its ticket shows. Values are computed only
+    when a block must be evicted, because most leaves are reused before.
     """
 
     def __init__(self, policy: RecyclingPolicy):
         self._policy = policy
         self._tickets = itertools.count(1)
         self._new: list[tuple[int, _Cached]] = []  # without a value yet
-        self._heap: list[tuple[float, int, _Cached]] = []  # of equal values, the first to become a leaf goes first
+        self._heap: list[tuple[float, int, _Cached]] = []  # (value, ticket, leaf): ties in order of tickets
         self._live = 0
 
     def add(self, cached: _Cached) -> None:
@@ -277,7 +282,7 @@ class _Leaves:
         self._live -= 1
 
     def pop(self) -> _Cached:
-        """The leaf of least value. If the policy raises, nothing has changed."""
+        """Remove and return the leaf with the smallest value. Nothing changes if the policy raises."""
         while self._new:
             ticket, cached = self._new[-1]
             if cached.ticket == ticket:

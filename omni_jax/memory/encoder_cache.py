@@ -1,8 +1,7 @@
-"""Which rows of the device's feature array hold which features, and who needs them. Numbers only; the array lives in
-the runtime.
+"""The encoder cache: which rows of the device's feature array hold which features. The array lives in the runtime.
 
-An entry is made when somebody first needs the features, computed once however many wait for it, and kept after its last
-reference is gone until its rows are wanted for others: least recently released first.
+An entry is made when a request first needs the features, and they are computed once for all requests. It stays after
+its last reference is gone until its rows are needed; the least recently released entry is evicted first.
 """
 
 import collections
@@ -26,46 +25,46 @@ class _Entry:
 
 
 class EncoderCache:
-    """Rows handed out in blocks, by digest, with reference counts.
+    """Feature rows allocated in blocks, by digest, with reference counts.
 
     Args:
-        num_rows: features that fit. Row 0 is not among them: it means "no feature".
-        rows_per_block: rows are handed out by so many.
+        num_rows: Number of features that fit, not counting row 0, which means "no feature".
+        rows_per_block: Rows per block.
 
     Attributes:
-        queries: times somebody asked for features, counter.
-        hits: how many of them found an entry, computed or being computed, counter.
+        queries: Number of requests for features (a counter).
+        hits: Number of those that found an entry, computed or being computed (a counter).
     """
 
     def __init__(self, num_rows: int, *, rows_per_block: int = ROWS_PER_BLOCK):
         self._pool = BlockPool(-(-num_rows // rows_per_block) + 1, rows_per_block)
         self._entries: dict[bytes, _Entry] = {}
         self._unused: collections.OrderedDict[bytes, None] = collections.OrderedDict()  # no references; oldest first
-        self._kept = 0  # blocks of the unused
+        self._kept = 0  # blocks of the entries in _unused
         self.queries = 0
         self.hits = 0
 
     @property
     def capacity(self) -> int:
-        """Features that fit."""
+        """Number of features that fit."""
         return self._pool.num_usable * self._pool.block_size
 
     @property
     def array_rows(self) -> int:
-        """Rows the device's array has: the block that row 0 lies in comes on top."""
+        """Number of rows of the device's array, including the block that contains row 0."""
         return self._pool.num_blocks * self._pool.block_size
 
     @property
     def usage(self) -> float:
-        """Share of the rows that are held, 0 to 1; those kept for luck are not counted. Any thread may ask."""
+        """Share of the rows that are referenced, 0 to 1. May be called from any thread."""
         return (self._pool.num_used - self._kept) / self._pool.num_usable
 
     def fits(self, length: int) -> bool:
-        """Whether features of so many tokens could be held at all."""
+        """Whether the features of `length` tokens fit into an empty cache."""
         return self._pool.blocks_for(length) <= self._pool.num_usable
 
     def hold(self, span: MediaSpan) -> bool:
-        """Takes a reference to the features of `span`; False (and nothing changed) when there is no room for them."""
+        """Take a reference to the features of `span`; return False and change nothing if there is no room for them."""
         entry = self._entries.get(span.key)
         known = entry is not None
         if entry is None:
@@ -84,7 +83,7 @@ class EncoderCache:
         return True
 
     def release(self, key: bytes) -> None:
-        """Gives a reference back."""
+        """Drop a reference."""
         entry = self._entries[key]
         if entry.references < 1:
             raise ValueError("features were released more often than they were held")
@@ -98,27 +97,27 @@ class EncoderCache:
             self._kept += len(entry.blocks)
 
     def rows(self, key: bytes) -> np.ndarray:
-        """int32 [length]: where the features lie."""
+        """int32 [length]: the rows of the features."""
         return self._entries[key].rows
 
     def is_ready(self, key: bytes) -> bool:
-        """Whether steps dispatched from now on find the features there."""
+        """Whether the features are there for steps dispatched from now on."""
         return self._entries[key].state == "ready"
 
     def is_waiting(self, key: bytes) -> bool:
-        """Whether nobody has begun to compute the features."""
+        """Whether the features are neither computed nor being computed."""
         return self._entries[key].state == "waiting"
 
     def begin(self, key: bytes) -> None:
-        """Marks features as being computed: their rows stay theirs until `finish`."""
+        """Mark features as being computed. Their rows are not evicted before `finish`."""
         self._entries[key].state = "encoding"
 
     def finish(self, key: bytes) -> None:
-        """Marks features as computed."""
+        """Mark features as computed."""
         self._entries[key].state = "ready"
 
     def clear(self) -> None:
-        """Forgets everything, references included: the array is lost."""
+        """Forget all entries and references, because the array is lost."""
         for key in list(self._entries):
             self._drop(key)
         self._unused.clear()

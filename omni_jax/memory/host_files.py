@@ -1,12 +1,11 @@
-"""The files of the host tier: one folder a process, one file a parcel.
+"""Files of the host tier: one folder per process, one file per parcel.
 
-A file is a header and the bytes. It is written under a temporary name and renamed when all of it is on the disk, so a
-file under its final name is whole. No file outlives its process by intention: parcels are known by their objects
-alone and nothing ever looks for files to read, so what a killed process left can't be taken for valid. The next start
-in the same directory removes it.
+A file is a header followed by the bytes. It is written under a temporary name and renamed once it is on the disk, so a
+file under its final name is complete. Parcels are found only through their objects; files of an earlier process are
+never read, and the next start in the same directory removes them.
 
-Whether a process lives is told by a lock (flock) on a file in its folder, which the kernel takes back however the
-process ends. That needs no process ids, which are used again and mean nothing in another container.
+A process holds a lock (flock) on a file in its folder; the kernel releases it however the process ends. Process ids
+would not do: they are reused, and mean nothing in another container.
 """
 
 import contextlib
@@ -36,19 +35,21 @@ HEADER_BYTES = _HEADER.size
 
 
 class FileCorrupt(ValueError):
-    """A parcel's file isn't what was written."""
+    """A parcel's file is not what was written."""
 
 
 def make_header(*, blocks: int, block_bytes: int, layout: bytes, key: bytes, checksum: bytes) -> bytes:
-    """What a parcel's file begins with; `layout`, `key` and `checksum` are digests of 32 bytes."""
+    """The header of a parcel's file. `layout`, `key` and `checksum` are digests of 32 bytes."""
     return _HEADER.pack(MAGIC, VERSION, blocks, block_bytes, layout, key, checksum)
 
 
 class SwapFolder:
-    """This process's folder in `directory`, which is made where it's missing and cleaned of what dead processes left.
+    """This process's folder in `directory`.
+
+    The directory is created if it does not exist, and cleaned of the folders of processes that ended.
 
     Raises:
-        OSError: the directory can't be made, written or locked in.
+        OSError: The directory cannot be created, written to or locked in.
     """
 
     def __init__(self, directory: Path):
@@ -58,11 +59,11 @@ class SwapFolder:
         self._numbers = itertools.count()
 
     def new_path(self) -> Path:
-        """Where the next file goes."""
+        """The path of the next file."""
         return self.path / f"parcel-{next(self._numbers)}"
 
     def close(self) -> None:
-        """Removes the folder with all our files."""
+        """Remove the folder and the files of this process."""
         try:
             _empty(self.path)
         except OSError as error:
@@ -72,10 +73,10 @@ class SwapFolder:
 
 
 def write(path: Path, header: bytes, rows: Iterable[np.ndarray]) -> None:
-    """Writes a file, all of it or nothing.
+    """Write a whole file or none.
 
     Raises:
-        OSError: the disk is full or broken; nothing is left of the file.
+        OSError: The disk is full or broken; the file does not exist.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -84,7 +85,7 @@ def write(path: Path, header: bytes, rows: Iterable[np.ndarray]) -> None:
             for row in rows:
                 file.write(row.data)
             file.flush()
-            os.fsync(file.fileno())  # a file system that allocates late tells here that it's full
+            os.fsync(file.fileno())  # a file system with delayed allocation reports here that it is full
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -93,11 +94,11 @@ def write(path: Path, header: bytes, rows: Iterable[np.ndarray]) -> None:
 
 
 def read(path: Path, header: bytes, out: np.ndarray) -> None:
-    """Fills `out` (C order) with the bytes of a file.
+    """Fill `out` (C order) with the bytes of a file. The caller checks their checksum.
 
     Raises:
-        OSError: it can't be read.
-        FileCorrupt: its header isn't `header` or its size isn't right. Bytes that changed are the caller's to find.
+        OSError: The file cannot be read.
+        FileCorrupt: Its header is not `header`, or its size is wrong.
     """
     with open(path, "rb", buffering=0) as file:
         found = file.read(len(header))
@@ -107,13 +108,13 @@ def read(path: Path, header: bytes, out: np.ndarray) -> None:
         while rest and (count := file.readinto(rest)):
             rest = rest[count:]
         if rest:
-            raise FileCorrupt(f"it ends early: of {out.nbytes} bytes {len(rest)} are missing")
+            raise FileCorrupt(f"it ends early: {len(rest)} of {out.nbytes} bytes are missing")
         if file.read(1):
-            raise FileCorrupt(f"it goes on after its {out.nbytes} bytes")
+            raise FileCorrupt(f"it goes on after {out.nbytes} bytes")
 
 
 def remove(path: Path) -> None:
-    """Removes a file. One that is gone is no error; one that can't be removed waits for the next start (a warning)."""
+    """Remove a file if it exists. A file that cannot be removed is left to the next start, with a warning."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -121,9 +122,9 @@ def remove(path: Path) -> None:
 
 
 def _make_folder(directory: Path) -> tuple[Path, int]:
-    # Another process that starts just now may clean a new folder away before its lock is held: then make another one.
+    # Another process that starts now may remove the new folder before its lock is held: then make another one.
     for _ in range(100):
-        path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=directory))  # for its owner's eyes only
+        path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=directory))  # readable by its owner only
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
@@ -137,7 +138,7 @@ def _make_folder(directory: Path) -> tuple[Path, int]:
                 os.close(lock)
                 raise
             os.close(lock)
-    raise OSError(f"no folder in {directory} stays: another process removes them")
+    raise OSError(f"cannot make a folder in {directory}: other processes keep removing it")
 
 
 def _remove_stale(directory: Path) -> None:
@@ -148,25 +149,25 @@ def _remove_stale(directory: Path) -> None:
             lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:
             with contextlib.suppress(OSError):
-                path.rmdir()  # killed before it had a lock: then it is empty, and if it isn't it isn't ours
+                path.rmdir()  # a process that was killed before it had a lock left it empty; another folder is not ours
             continue
         except OSError:
-            continue  # another user's
+            continue  # another user's folder
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            logger.info("[SWAP] %s: %d files of a process that is gone were removed", path, _empty(path))
+            logger.info("[SWAP] removed %d files of a process that ended, in %s", _empty(path), path)
         except FileNotFoundError:
-            pass  # another process that starts just now was faster
+            pass  # another process that starts now removed it
         except BlockingIOError:
-            pass  # its process lives
+            pass  # its process runs
         except OSError as error:
-            logger.warning("[SWAP] %s of a process that is gone could not be removed: %s", path, error)
+            logger.warning("[SWAP] %s of a process that ended could not be removed: %s", path, error)
         finally:
             os.close(lock)
 
 
 def _empty(path: Path) -> int:
-    """Removes our files from a folder whose lock we hold, and the folder when nothing else is in it; how many."""
+    """Remove our files from a folder whose lock we hold, and the folder if nothing is left; return their number."""
     names = [name for name in os.listdir(path) if _FILE_NAME.fullmatch(name) and _is_ours(path / name)]
     for name in names:
         (path / name).unlink()
@@ -177,7 +178,7 @@ def _empty(path: Path) -> int:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file begins as ours do. One killed in mid-write may be shorter, or zeros after a power cut."""
+    """Whether a file begins with our magic. After a kill it may be shorter, after a power cut it may be zeros."""
     if path.is_symlink() or not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -186,6 +187,6 @@ def _is_ours(path: Path) -> bool:
 
 def _difference(found: bytes, expected: bytes) -> str:
     if len(found) < len(expected):
-        return f"it ends within the header ({len(found)} of {len(expected)} bytes)"
+        return f"it ends inside the header ({len(found)} of {len(expected)} bytes)"
     pairs = zip(_FIELDS, _HEADER.unpack(found), _HEADER.unpack(expected), strict=True)
     return f"its header has another {', '.join(name for name, one, other in pairs if one != other)}"

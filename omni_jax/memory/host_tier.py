@@ -1,18 +1,18 @@
-"""Blocks that left the device: first in host memory, then on disk.
+"""The host tier: blocks swapped out of the device, in host memory first and then on disk.
 
-What leaves together is a *parcel*, usually the blocks of one preempted sequence. Worker threads do whatever takes time
-(waiting for the device, copying, checksums, files); the methods the engine calls only change entries under a lock.
+Blocks that are swapped out together form a *parcel*, usually those of one preempted sequence. Worker threads do what
+takes time (waiting for the device, copies, checksums, files); the methods that the engine calls only change entries
+under a lock.
 
-A parcel's way: `store` gives it to a worker, which reads the copy into memory that was allocated at the start. When
-that is full, the oldest parcels are written to disk to make room. `prefetch` lets a worker bring a parcel back into an
-array of its own and compare its checksum; then `take` hands that array over. The array is a new one because the device
-may go on reading it after `take` has returned, when a place in our memory would be in use again.
+`store` gives a parcel to a worker, which reads the copy into memory allocated at the start. When that is full, the
+oldest parcels are written to disk. `prefetch` lets a worker copy a parcel into a new array and verify its checksum;
+`take` then returns that array. It is new because the device may go on reading it after `take` has returned, when the
+parcel's slots may already be reused.
 
-The checksum is SHA-256. A CRC of 32 bits is made for short bursts of errors; what goes wrong here is a block in the
-place of another, an old block, a page of zeros. It also covers key, layout and sizes, so bytes that are whole but those
-of another parcel don't pass. Of the strong sums in the standard library it's the fastest on processors that have
-instructions for it, as servers do (1.2 GB/s against 0.55 of BLAKE2b, one thread of an EPYC), and other threads run
-meanwhile.
+The checksum is SHA-256. A 32-bit CRC detects short bursts of errors, but the errors to expect here are swapped blocks,
+old blocks and pages of zeros. It also covers key, layout and sizes, so the bytes of another parcel do not pass. It is
+the fastest strong digest of the standard library on processors with SHA instructions (1.2 GB/s, BLAKE2b 0.55 GB/s, one
+thread of an EPYC), and it releases the GIL.
 """
 
 import contextlib
@@ -32,36 +32,36 @@ from omni_jax.memory import host_files
 
 logger = logging.getLogger(__name__)
 
-_FADING = 0.8  # the last five moves make two thirds of a bandwidth
+_DECAY = 0.8  # weight of a move relative to the next; the last five moves make two thirds of a bandwidth
 
-Done = Callable[[], None]  # what is to be changed when a move is done
+Done = Callable[[], None]  # changes the tier's state at the end of a move
 
 ParcelState = Literal["storing", "host", "spilling", "disk", "loading", "lost"]
 
 
 class ParcelLost(RuntimeError):
-    """What a parcel held is gone: it has to be computed again."""
+    """The content of a parcel is gone and must be recomputed."""
 
 
 class Copy(Protocol):
-    """Blocks on their way from the device."""
+    """Blocks being copied from the device."""
 
     def read(self) -> np.ndarray:
-        """uint8 [blocks, block_bytes] in C order; waits for the device; called in a worker thread."""
+        """uint8 [blocks, block_bytes] in C order. Waits for the device; called in a worker thread."""
         ...
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Parcel:
-    """Blocks that are stored together. Only the tier changes one.
+    """Blocks that are stored together. Only the tier changes it.
 
     Attributes:
-        key: what the bytes are, in the words of who stored them.
-        blocks: how many.
-        num_bytes: what they take.
-        keep: whether it stays until it's taken; otherwise it gives way when its place is needed.
-        state: where it is. A parcel that was taken or dropped is "lost" too.
-        reason: why it's lost.
+        key: Identity of the bytes, chosen by the caller of `store`.
+        blocks: Number of blocks.
+        num_bytes: Size in bytes.
+        keep: Whether it stays until it is taken; otherwise it is evicted when its slots are needed.
+        state: Where it is. A parcel that was taken, dropped or evicted is "lost" too.
+        reason: Why it is lost.
     """
 
     key: bytes
@@ -70,16 +70,16 @@ class Parcel:
     keep: bool
     state: ParcelState = "storing"
     reason: str = ""
-    wanted: bool = dataclasses.field(default=False, repr=False)  # somebody waits for it
-    busy: bool = dataclasses.field(default=False, repr=False)  # a worker has it; what it holds must stay
+    wanted: bool = dataclasses.field(default=False, repr=False)  # prefetched, or `take` waits for it
+    busy: bool = dataclasses.field(default=False, repr=False)  # a worker uses its slots, array and file
     slots: list[int] | None = dataclasses.field(default=None, repr=False)
-    data: np.ndarray | None = dataclasses.field(default=None, repr=False)  # on its way in, or ready to be taken
+    data: np.ndarray | None = dataclasses.field(default=None, repr=False)  # waiting for slots, or ready to be taken
     file: Path | None = dataclasses.field(default=None, repr=False)
     checksum: bytes = dataclasses.field(default=b"", repr=False)
 
     @property
     def is_ready(self) -> bool:
-        """Whether its bytes are verified and stand in an array of their own."""
+        """Whether its bytes are verified and in an array of their own."""
         return self.state == "host" and self.data is not None
 
     def __str__(self) -> str:
@@ -88,23 +88,23 @@ class Parcel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostTierStats:
-    """What the tier holds now and has done so far. Bandwidths are bytes a second of a worker, None before the first.
+    """The state and the counters of the tier. Bandwidths are bytes per second of a worker, None until measured.
 
     Attributes:
-        host_bytes: host memory in use, arrays that are ready to be taken included.
-        host_capacity: bytes of the memory that was allocated for slots.
-        host_parcels: parcels in host memory.
-        disk_bytes: bytes of the files, those still to be written included.
-        disk_capacity: bytes the files may take, 0 without a disk.
-        disk_parcels: parcels that have a file.
-        operations: moves that are waiting or under way.
-        stored, spilled, loaded: moves done: from the device, to disk, back for `take` (from either).
-        evicted: parcels that gave way (`keep_until_taken=False`).
-        lost: parcels that were lost to an error.
-        store_bandwidth: device to host memory, waiting for the device and the checksum included.
-        load_bandwidth: host memory to an array of its own, the checksum included.
-        disk_write_bandwidth: host memory to disk.
-        disk_read_bandwidth: disk to an array of its own, the checksum included.
+        host_bytes: Host memory in use, including arrays that are ready to be taken.
+        host_capacity: Host memory allocated for slots, in bytes.
+        host_parcels: Number of parcels in host memory.
+        disk_bytes: Bytes of the files, including those still to be written.
+        disk_capacity: Maximum bytes of the files; 0 without a disk.
+        disk_parcels: Number of parcels that have a file.
+        operations: Number of moves that wait or run.
+        stored, spilled, loaded: Number of completed moves: from the device, to disk, and back (from either).
+        evicted: Number of evicted parcels (`keep_until_taken=False`).
+        lost: Number of parcels lost to an error.
+        store_bandwidth: Device to host memory, including the wait for the device and the checksum.
+        load_bandwidth: Host memory to a new array, including the checksum.
+        disk_write_bandwidth: Host memory to disk.
+        disk_read_bandwidth: Disk to a new array, including the checksum.
     """
 
     host_bytes: int
@@ -126,18 +126,18 @@ class HostTierStats:
 
 
 class HostTier:
-    """Host memory and a directory for blocks that left the device. For one calling thread, or several.
+    """Host memory and a directory for blocks swapped out of the device. Safe to call from several threads.
 
     Args:
-        block_bytes: bytes of one block, all layers together.
-        capacity_bytes: host memory for parcels. Arrays on their way in or out come on top: parcels that wait for older
-            ones to be written, and those that are prefetched and not taken yet.
-        directory: where parcels go when memory is short; None for memory alone. One that can't be used is done without,
-            with a warning.
-        disk_bytes: what the files may take.
-        num_threads: workers.
-        layout: digest of all that the bytes depend on besides the key: the model's files, dtypes, block size, layers.
-        max_swap_ops: while so many moves are outstanding nothing is stored. Loads are never refused.
+        block_bytes: Bytes of one block over all layers.
+        capacity_bytes: Host memory for parcels. Arrays in transit are extra: those that wait until older parcels are
+            on disk, and those that are prefetched but not taken.
+        directory: Where parcels are written when memory is full; None uses memory alone. A directory that cannot be
+            used is logged and ignored.
+        disk_bytes: Maximum bytes of the files.
+        num_threads: Number of worker threads.
+        layout: Digest of what determines the bytes besides the key: model files, dtypes, block size, layers.
+        max_swap_ops: Maximum number of outstanding moves; above it nothing is stored. Loads are never rejected.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class HostTier:
                 f"got {block_bytes}, {num_threads} and {max_swap_ops}"
             )
         if capacity_bytes < block_bytes:
-            raise ValueError(f"swap space of {capacity_bytes} bytes is less than one block of {block_bytes} bytes")
+            raise ValueError(f"swap space of {capacity_bytes} bytes is smaller than one block of {block_bytes} bytes")
         self.block_bytes = block_bytes
         self._memory = np.empty((capacity_bytes // block_bytes, block_bytes), np.uint8)
         self._free = list(range(len(self._memory)))[::-1]
@@ -171,34 +171,33 @@ class HostTier:
                 self._folder = host_files.SwapFolder(directory)
                 self._disk_limit = disk_bytes
             except OSError as error:
-                self._disk_off(error)
-        self._parcels: dict[Parcel, None] = {}  # those that hold anything, oldest first
-        self._changed = threading.Condition()  # its lock guards everything here
+                self._disable_disk(error)
+        self._parcels: dict[Parcel, None] = {}  # those that hold slots, an array or a file, oldest first
+        self._changed = threading.Condition()  # its lock guards all state here
         self._workers = ThreadPoolExecutor(num_threads, thread_name_prefix="swap")
         self._closed = False
         self._counts = dict.fromkeys(("stored", "spilled", "loaded", "evicted", "lost"), 0)
         self._rates = {name: _Rate() for name in ("store", "load", "disk_write", "disk_read")}
 
     def has_room(self, blocks: int) -> bool:
-        """Whether `store` would keep so many blocks now: to be asked before they are copied."""
+        """Whether `store` would accept `blocks` blocks now. To be called before they are copied."""
         with self._changed:
             return not self._closed and self._operations() < self._max_swap_ops and self._make_room(blocks)
 
     def store(self, key: bytes, copy: Copy, blocks: int, *, keep_until_taken: bool = True) -> Parcel | None:
-        """Keeps the `blocks` blocks that `copy` brings; a worker reads it.
+        """Store `blocks` blocks, which a worker reads from `copy`.
 
         Args:
-            key: what the bytes are: tokens, media, adapter. Goes into the checksum with the layout.
-            copy: read once.
-            blocks: how many blocks it has.
-            keep_until_taken: False for what may give way to others (cached prefixes).
+            key: Identity of the bytes: tokens, media, adapter. Covered by the checksum, like the layout.
+            copy: Read once.
+            blocks: Number of blocks in it.
+            keep_until_taken: False for blocks that may be evicted (cached prefixes).
 
         Returns:
-            The parcel, or None (and nothing changed): there is no room and nothing can go to make some, or too many
-            moves are outstanding.
+            The parcel, or None without a change if no room can be made or too many moves are outstanding.
         """
         if blocks < 1:
-            raise ValueError(f"a parcel has at least one block, got {blocks}")
+            raise ValueError(f"a parcel must have at least one block, got {blocks}")
         with self._changed:
             if self._closed or self._operations() >= self._max_swap_ops or not self._make_room(blocks):
                 return None
@@ -208,42 +207,42 @@ class HostTier:
             return parcel
 
     def prefetch(self, parcel: Parcel) -> None:
-        """Has a parcel brought back, from memory or disk, and its checksum compared. At once; again does nothing."""
+        """Start loading a parcel into a new array and verifying its checksum. Returns at once; may be repeated."""
         with self._changed:
             parcel.wanted = True
-            self._proceed(parcel)
+            self._start_next(parcel)
 
     def is_ready(self, parcel: Parcel) -> bool:
-        """Whether `take` returns (or raises) at once. Nothing becomes ready that wasn't prefetched."""
+        """Whether `take` returns or raises at once. Only a prefetched or lost parcel becomes ready."""
         with self._changed:
             return parcel.is_ready or parcel.state == "lost"
 
     def take(self, parcel: Parcel) -> np.ndarray:
-        """uint8 [blocks, block_bytes]: what was stored, verified; it's the caller's from now on. Waits where it must.
+        """uint8 [blocks, block_bytes]: the verified bytes of a parcel, which the caller owns. Waits if it must.
 
         Raises:
-            ParcelLost: it couldn't be read, isn't what was stored, gave way, or was taken or dropped before.
+            ParcelLost: It could not be read, failed its checksum, was evicted, or was already taken or dropped.
         """
         with self._changed:
             parcel.wanted = True
-            self._proceed(parcel)
+            self._start_next(parcel)
             self._changed.wait_for(lambda: parcel.is_ready or parcel.state == "lost")
             data = parcel.data
             if data is None:
                 raise ParcelLost(f"{parcel} is lost: {parcel.reason}")
-            self._forget(parcel, "it was taken before")
+            self._forget(parcel, "it was already taken")
         return data
 
     def drop(self, parcel: Parcel) -> None:
-        """Forgets a parcel, whatever is being done with it. At once; again does nothing."""
+        """Forget a parcel, whatever its state. Returns at once; may be repeated."""
         with self._changed:
             if parcel.state != "lost":
                 self._forget(parcel, "it was dropped")
-                self._settle()
+                self._assign_waiting()
                 self._changed.notify_all()
 
     def stats(self) -> HostTierStats:
-        """What is held now and was done so far."""
+        """The state and the counters of the tier."""
         with self._changed:
             ready = sum(parcel.num_bytes for parcel in self._parcels if parcel.data is not None)
             rates: dict[str, Any] = {f"{name}_bandwidth": rate.value for name, rate in self._rates.items()}
@@ -260,12 +259,12 @@ class HostTier:
             )
 
     def wait_idle(self) -> None:
-        """Waits until no move is outstanding."""
+        """Wait until no move is outstanding."""
         with self._changed:
             self._changed.wait_for(lambda: self._operations() == 0)
 
     def close(self) -> None:
-        """Forgets all parcels, joins the threads, removes the files and the folder. Again does nothing."""
+        """Forget all parcels, join the threads, remove the files and the folder. May be repeated."""
         with self._changed:
             if self._closed:
                 return
@@ -280,16 +279,16 @@ class HostTier:
         if self._folder is not None:
             self._folder.close()
 
-    # What follows down to `_disk_off` is called with the lock held and never waits.
+    # The methods from here to `_disable_disk` are called with the lock held and never wait.
 
     def _submit(self, work: Callable[..., Done | None], parcel: Parcel, *args: object) -> None:
         parcel.busy = True
         if not self._closed:
             future = self._workers.submit(self._run, work, parcel, *args)
-            future.add_done_callback(lambda future: future.cancelled() or future.result())  # a fault of ours is logged
+            future.add_done_callback(lambda future: future.cancelled() or future.result())  # logs unexpected errors
 
-    def _proceed(self, parcel: Parcel) -> None:
-        """Starts what an idle parcel needs next; called whenever its state, or what is wanted of it, has changed."""
+    def _start_next(self, parcel: Parcel) -> None:
+        """Start the next move of a parcel that is not busy. Called whenever its state, or `wanted`, has changed."""
         if parcel.busy:
             return
         if parcel.state == "lost":
@@ -305,10 +304,10 @@ class HostTier:
             parcel.state = "loading"
             self._submit(self._load, parcel)
 
-    def _settle(self) -> None:
-        """Gives slots to parcels that wait for them; loses the newest where there won't be enough any more."""
+    def _assign_waiting(self) -> None:
+        """Give slots to parcels that wait for them. If there will not be enough, the newest parcels are lost."""
         while (waiting := self._waiting()) and not self._make_room():
-            self._lose(waiting[-1], "older parcels could not make room for it")
+            self._mark_lost(waiting[-1], "older parcels could not make room for it")
         for parcel in self._waiting():
             if parcel.data is not None and not parcel.busy and self._assign(parcel):
                 self._submit(self._place, parcel, parcel.data)
@@ -318,12 +317,12 @@ class HostTier:
         return [p for p in self._parcels if p.state == "storing" and p.slots is None and p.file is None]
 
     def _make_room(self, blocks: int = 0) -> bool:
-        """Sees to it that there are or will be slots for all that wait and for so many blocks more.
+        """Make sure that there are or will be slots for all waiting parcels and for `blocks` more.
 
-        Those that need not be kept give way, then the oldest are sent to disk, also such as are only being stored.
+        Parcels that need not be kept are evicted, then the oldest parcels are sent to disk, even those being stored.
 
         Returns:
-            False, and nothing changed, where that is impossible.
+            False, without a change, if that is impossible.
         """
         leaving = [p for p in self._parcels if p.file is not None or p.state in ("spilling", "loading", "lost")]
         short = sum(parcel.blocks for parcel in self._waiting()) + blocks
@@ -345,10 +344,10 @@ class HostTier:
         for parcel in chosen:
             if parcel.keep and folder is not None:
                 parcel.file = folder.new_path()
-                self._proceed(parcel)
+                self._start_next(parcel)
             else:
                 self._counts["evicted"] += 1
-                self._forget(parcel, "it gave way to others")
+                self._forget(parcel, "it was evicted")
         return True
 
     def _assign(self, parcel: Parcel) -> bool:
@@ -363,11 +362,11 @@ class HostTier:
 
     def _forget(self, parcel: Parcel, reason: str) -> None:
         parcel.state, parcel.reason, parcel.data = "lost", reason, None
-        self._proceed(parcel)
+        self._start_next(parcel)
 
-    def _lose(self, parcel: Parcel, reason: str) -> None:
+    def _mark_lost(self, parcel: Parcel, reason: str) -> None:
         where = parcel.file or "in host memory"
-        logger.warning("[SWAP] %s lost (%s): %s; it will be computed again", parcel, where, reason)
+        logger.warning("[SWAP] %s lost (%s): %s; it will be recomputed", parcel, where, reason)
         self._counts["lost"] += 1
         self._forget(parcel, reason)
 
@@ -377,36 +376,36 @@ class HostTier:
     def _disk_bytes(self) -> int:
         return sum(host_files.HEADER_BYTES + parcel.num_bytes for parcel in self._parcels if parcel.file is not None)
 
-    def _disk_off(self, error: OSError) -> None:
+    def _disable_disk(self, error: OSError) -> None:
         self._disk_limit = 0
         logger.warning(
-            "[SWAP] the swap directory %s can't be written: %s; host memory alone is used from now on",
+            "[SWAP] cannot write to the swap directory %s: %s; only host memory is used from now on",
             self._directory,
             error,
         )
 
-    # What follows runs in the workers without the lock. A move returns what is to be changed when it's done: that is
-    # changed under the lock together with the end of being busy, and not at all when the parcel was dropped meanwhile.
+    # The methods below run in the workers, without the lock. A move returns a function that changes the state at its
+    # end. It is called under the lock, in one step with clearing `busy`, and not at all if the parcel was dropped.
 
     def _run(self, work: Callable[..., Done | None], parcel: Parcel, *args: object) -> None:
-        done, reason = None, "a fault in this program, see the log"  # whatever happens, nobody may wait for ever
+        done, reason = None, "an internal error, see the log"  # set first, because `take` must not wait for ever
         try:
             done, reason = work(parcel, *args), ""
-        except (OSError, RuntimeError, ValueError, MemoryError) as error:  # RuntimeError: the device's errors are such
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:  # device errors are RuntimeErrors
             reason = f"{type(error).__name__}: {error}"
         finally:
             with self._changed:
                 parcel.busy = False
                 if reason and parcel.state != "lost":
-                    self._lose(parcel, reason)
+                    self._mark_lost(parcel, reason)
                 elif done is not None and parcel.state != "lost":
                     done()
-                self._proceed(parcel)
-                self._settle()
+                self._start_next(parcel)
+                self._assign_waiting()
                 self._changed.notify_all()
 
     def _store(self, parcel: Parcel, copy: Copy) -> Done | None:
-        with self._move(parcel, "store", "device -> host"):
+        with self._timed(parcel, "store", "device -> host"):
             data = copy.read()
             if data.dtype != np.uint8 or data.shape != (parcel.blocks, self.block_bytes):
                 expected = [parcel.blocks, self.block_bytes]
@@ -419,7 +418,7 @@ class HostTier:
                 parcel.data = data
                 self._counts["stored"] += 1
                 if parcel.file is not None or not self._assign(parcel):
-                    return None  # `_proceed` goes on with it, or `_settle`
+                    return None  # `_start_next` spills it, or `_assign_waiting` gives it slots
             return self._place(parcel, data)
 
     def _place(self, parcel: Parcel, data: np.ndarray) -> Done:
@@ -440,30 +439,30 @@ class HostTier:
         def failed() -> None:
             parcel.state, parcel.file = "storing" if parcel.slots is None else "host", None
 
-        rows = parcel.data  # it had no place in memory yet
+        rows = parcel.data  # not None if it has no slots yet
         try:
-            with self._move(parcel, "disk_write", "host -> disk"):
+            with self._timed(parcel, "disk_write", "host -> disk"):
                 if rows is None:
                     rows = (self._memory[slot] for slot in parcel.slots or ())
                 host_files.write(file, self._header(parcel), rows)
         except OSError as error:
             with self._changed:
                 if self._disk_limit:
-                    self._disk_off(error)
+                    self._disable_disk(error)
             return failed
         return done
 
     def _load(self, parcel: Parcel) -> Done:
         data = np.empty((parcel.blocks, self.block_bytes), np.uint8)
         file = parcel.file
-        with self._move(parcel, "load", "") if file is None else self._move(parcel, "disk_read", "disk -> host"):
+        with self._timed(parcel, "load", "") if file is None else self._timed(parcel, "disk_read", "disk -> host"):
             if file is None:
                 for slot, row in zip(parcel.slots or (), data, strict=True):
                     row[:] = self._memory[slot]
             else:
                 host_files.read(file, self._header(parcel), data)
             if self._checksum(parcel, data) != parcel.checksum:
-                raise ValueError("its bytes aren't those that were stored (checksum)")
+                raise ValueError("its bytes are not those that were stored (checksum)")
         if file is not None:
             host_files.remove(file)
 
@@ -480,8 +479,8 @@ class HostTier:
             parcel.file = None
 
     @contextlib.contextmanager
-    def _move(self, parcel: Parcel, rate: str, way: str) -> Iterator[None]:
-        """Measures a move that succeeds; one with a `way` is reported."""
+    def _timed(self, parcel: Parcel, rate: str, way: str) -> Iterator[None]:
+        """Measure a move that succeeds, and log it if it has a `way`."""
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
@@ -506,15 +505,15 @@ class HostTier:
 
 
 class _Rate:
-    """Bytes over seconds of the last moves, each counting `_FADING` of the next: a small move counts little."""
+    """Bytes over seconds of the last moves, each weighted `_DECAY` times the next. Small moves weigh little."""
 
     def __init__(self):
         self._bytes = 0.0
         self._seconds = 0.0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        self._bytes = _FADING * self._bytes + num_bytes
-        self._seconds = _FADING * self._seconds + seconds
+        self._bytes = _DECAY * self._bytes + num_bytes
+        self._seconds = _DECAY * self._seconds + seconds
 
     @property
     def value(self) -> float | None:

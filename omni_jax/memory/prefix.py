@@ -1,7 +1,7 @@
-"""What a block of the KV cache holds, told by 32 bytes: a chain of SHA-256 digests, one a full block.
+"""Digests of KV cache blocks: a chain of SHA-256 digests, one per full block.
 
-A block's keys and values depend on its tokens and on all before them, on the features that stand in the place of
-placeholders, and on rotary positions; so does its digest. Blocks of equal digests can stand for each other.
+A block's keys and values depend on its tokens and all tokens before them, on the features that replace placeholders,
+and on rotary positions; so does its digest. Blocks with equal digests are interchangeable.
 """
 
 import array
@@ -19,29 +19,29 @@ from omni_jax.requests.segment import MODALITIES, Modality, Segment
 _Part = TypeVar("_Part", Segment, MediaSpan)
 
 _BLOCK = struct.Struct("<II")  # block size, spans
-_SPAN = struct.Struct("<qqI")  # place in the block, features, bytes of the key
+_SPAN = struct.Struct("<qqI")  # start relative to the block, features, bytes of the key
 
 
 def root_digest(*, salt: str = "", adapter: str = "") -> bytes:
-    """What the first block of a sequence has for a parent. Sequences of other salts or adapters share nothing.
+    """The parent digest of the first block of a sequence. Sequences with different salts or adapters share nothing.
 
     Args:
         salt: Request.cache_salt.
-        adapter: names the weights that are added to the model's, and their version.
+        adapter: Name and version of the adapter weights.
     """
-    # JSON may hold half of a surrogate pair, which plain UTF-8 refuses.
+    # JSON can contain unpaired surrogates, which plain UTF-8 rejects.
     first, second = salt.encode(errors="surrogatepass"), adapter.encode(errors="surrogatepass")
     return hashlib.sha256(b"omni_jax.memory.prefix 1" + struct.pack("<Q", len(first)) + first + second).digest()
 
 
 def extend(digests: list[bytes], request: Request, known: Sequence[int], block_size: int) -> None:
-    """Appends the digest of every full block of `known` that is not there yet.
+    """Append the digests of the full blocks of `known` that `digests` lacks.
 
     Args:
-        digests: of the first full blocks, in order; changed in place.
-        request: whose tokens they are; media, positions and salt are taken from it.
-        known: token ids, of the prompt and then of the output.
-        block_size: tokens a block.
+        digests: Digests of the first full blocks, in order; changed in place.
+        request: The request of the tokens, for its media, positions and salt.
+        known: Token ids of the prompt and then of the output.
+        block_size: Tokens per block.
     """
     start, stop = len(digests) * block_size, len(known) // block_size * block_size
     if stop <= start:
@@ -60,7 +60,7 @@ def extend(digests: list[bytes], request: Request, known: Sequence[int], block_s
 
 
 def modality(request: Request, start: int, stop: int) -> Modality:
-    """What most of the tokens from start to stop are; of equals, the first of text, image, video, table."""
+    """The most frequent modality of the tokens from start to stop; among equals, the first of MODALITIES."""
     if not _parts(request, start, stop):
         return "text"
     counts = count_modalities(request, start, stop)
@@ -68,8 +68,11 @@ def modality(request: Request, start: int, stop: int) -> Modality:
 
 
 def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, int]:
-    """How many tokens from start to stop are of which modality: placeholders are what replaces them, tokens of a
-    segment of that modality are a table, others are text. Places behind the prompt are text."""
+    """The number of tokens from start to stop by modality.
+
+    Placeholders count as the image or video that replaces them, tokens of a table segment as table, others and those
+    after the prompt as text.
+    """
     labels = np.zeros(stop - start, np.int8)
     for part in _parts(request, start, stop):
         labels[max(part.start - start, 0) : part.stop - start] = MODALITIES.index(part.modality)
@@ -78,13 +81,13 @@ def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, 
 
 
 def _parts(request: Request, start: int, stop: int) -> list[Segment | MediaSpan]:
-    """What has tokens from start to stop and is no text; of two that overlap the later tells what they are."""
+    """The table segments and media spans with tokens from start to stop. Where they overlap, the later one counts."""
     tables = [s for s in _overlapping(request.segments, start, stop) if s.modality == "table"]
     return [*tables, *_overlapping(request.media, start, stop)]
 
 
 def _overlapping(parts: Sequence[_Part], start: int, stop: int) -> list[_Part]:
-    """Those of some parts of a prompt, in order, that have tokens from start to stop."""
+    """The parts of a prompt, given in order, that have tokens from start to stop."""
     first = last = bisect.bisect_right(parts, start, key=lambda part: part.stop) if parts else 0
     while last < len(parts) and parts[last].start < stop:
         last += 1
@@ -92,7 +95,7 @@ def _overlapping(parts: Sequence[_Part], start: int, stop: int) -> list[_Part]:
 
 
 def _shifts(request: Request, start: int, stop: int, block_size: int) -> list[bytes]:
-    """For each block, int32 [tokens, 3]: by how much rotary positions differ from places; empty if not at all."""
+    """For each block, int32 [tokens, 3]: rotary position minus token index; empty if all are zero."""
     if request.positions is None:
         return [b""] * ((stop - start) // block_size)
     shifts = np.full((stop - start, 3), request.position_delta, np.int32)

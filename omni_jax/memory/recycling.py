@@ -1,10 +1,10 @@
-"""Which cached block is given up first when blocks run out.
+"""Recycling policies: which cached block is evicted first when blocks run out.
 
-A policy gives each candidate a value in seconds; the block with the smallest goes first. A block that was used once is
-worth the time of that use, whatever it holds, so that modalities can be compared; what more it is worth is counted in
-seconds, too: "as if it had been used so much later".
+A policy returns the value of a candidate in seconds; the block with the smallest value is evicted first. A block that
+was used once is worth the time of that use, whatever its modality. Any further value is a number of seconds by which
+that use would have had to be later.
 
-Candidates are only blocks that nobody holds and no cached block continues, so a policy never needs to know of chains.
+Candidates are only blocks that no sequence holds and no cached block continues, so a policy need not handle chains.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ from typing import Any
 
 from omni_jax.user_code import load_function
 
-HALF_LIFE_SECONDS = 600.0  # a use counts half so long after it
-PINNED_BLOCKS = 64  # from the beginning of a text; with 16 tokens a block 1,024, as long as most system prompts
-PIN_SECONDS = 3600.0  # what is pinned outlives all else by so long; for ever, and old chats would fill the pool
+HALF_LIFE_SECONDS = 600.0  # age at which a use counts half
+PINNED_BLOCKS = 64  # blocks from the start of a text; 1,024 tokens of 16-token blocks, as long as most system prompts
+PIN_SECONDS = 3600.0  # added to the value of pinned blocks; finite, or old chats would fill the pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockUse:
-    """What is known of a cached block that nobody holds.
+    """What a recycling policy sees of a cached block that no sequence holds.
 
     Attributes:
-        modality: "text", "image", "video" or "table": what most of its tokens are.
-        depth: blocks before it in its chain; 0 is the beginning of a prompt.
-        last_used: when its last holder gave it back, in the engine's seconds.
-        uses: how often it was held and given back, as of last_used. Each use counts 2 ** -(its age /
-            HALF_LIFE_SECONDS), so this is above 1 for what was used more than once (and not days apart).
+        modality: "text", "image", "video" or "table": the modality of most of its tokens.
+        depth: Number of blocks before it in its chain; 0 at the start of a prompt.
+        last_used: Engine time in seconds at which it was last freed.
+        uses: Decayed number of uses (held, then freed) as of last_used. A use counts 2 ** -(its age /
+            HALF_LIFE_SECONDS), so a block used more than once within days has more than 1.
     """
 
     modality: str
@@ -41,8 +41,8 @@ RecyclingPolicy = Callable[[BlockUse], float]
 
 
 def count_use(uses: float, last_used: float, now: float) -> float:
-    """Decayed number of uses after one more at `now`, from what it was after the last. Never beyond what a float holds:
-    old uses fade."""
+    """Decayed number of uses after one more at `now`, given the number after the last one. It stays finite, because
+    old uses decay."""
     return 1.0 + uses * 2.0 ** ((last_used - now) / HALF_LIFE_SECONDS)
 
 
@@ -52,19 +52,19 @@ def lru(use: BlockUse) -> float:
 
 
 def lfu(use: BlockUse) -> float:
-    """Least frequently used first, old uses fading.
+    """Least frequently used first, with old uses decaying.
 
-    This is HALF_LIFE_SECONDS * log2(sum of 2 ** (t / HALF_LIFE_SECONDS) over the times t of all uses): the logarithm of
-    the decayed count, in a form that time does not change. So values of blocks stay comparable though nobody touches
-    them (the combined recency and frequency of Lee et al., "LRFU", IEEE Trans. Computers 50 (12), 2001, with
+    The value is HALF_LIFE_SECONDS * log2(sum of 2 ** (t / HALF_LIFE_SECONDS) over the times t of all uses): the
+    logarithm of the decayed count in a form that does not change with time, so values of untouched blocks stay
+    comparable (combined recency and frequency, Lee et al., "LRFU", IEEE Trans. Computers 50 (12), 2001, with
     lambda = 1 / half-life).
     """
     return use.last_used + HALF_LIFE_SECONDS * math.log2(use.uses)
 
 
 def by_modality(use: BlockUse) -> float:
-    """Images and video by LRU: they come back soon, in the same conversation, or not at all. Text by LFU. System
-    prompts (the beginning of a text that was used more than once) and tables last."""
+    """LRU for images and video, which are reused soon, in the same conversation, or not at all; LFU for text. System
+    prompts (the start of a text used more than once) and tables are evicted last."""
     if use.modality in ("image", "video"):
         return lru(use)
     pinned = use.modality == "table" or (use.depth < PINNED_BLOCKS and use.uses > 1)
@@ -75,11 +75,11 @@ POLICIES: dict[str, RecyclingPolicy] = {"lru": lru, "by_modality": by_modality}
 
 
 def make_recycling(name: str) -> RecyclingPolicy:
-    """A policy by its name in POLICIES, or one of somebody's own by its path, "package.module:function".
+    """Make a recycling policy from its name in POLICIES, or from the path "package.module:function" of a custom one.
 
     Raises:
-        ValueError: no such policy, module or function; it cannot be called, or it fails for an example of some
-            modality. The policy itself raises ValueError when it fails later or returns what is no number.
+        ValueError: The policy, module or function does not exist, cannot be called, or fails for an example of some
+            modality. A custom policy raises ValueError if it fails later or does not return a number.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -95,14 +95,14 @@ def _checked(path: str, function: Callable[[BlockUse], Any]) -> RecyclingPolicy:
     def policy(use: BlockUse) -> float:
         try:
             returned = function(use)
-        except Exception as error:  # somebody else's code
+        except Exception as error:  # custom code
             raise ValueError(f"recycling policy {path} failed for {use}: {type(error).__name__}: {error}") from error
         try:
             value = float(returned)
         except (TypeError, ValueError):
             value = math.nan
         if math.isnan(value):
-            raise ValueError(f"recycling policy {path} must return seconds, a number; got {returned!r} for {use}")
+            raise ValueError(f"recycling policy {path} must return a number of seconds, got {returned!r} for {use}")
         return value
 
     return policy

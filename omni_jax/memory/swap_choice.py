@@ -1,14 +1,13 @@
-"""Whether a sequence that has to leave the device is better swapped or computed again.
+"""The choice between swapping and recomputing a sequence that must leave the device.
 
-Swapping costs its bytes twice, over the bandwidth out and over the bandwidth in; computing again costs a prefill of its
-tokens. Both are seconds of work. What runs beside other work is charged in full: it can't be known how much of it will
-hide.
+Swapping moves its bytes twice, over the bandwidths out and in; recomputing is a prefill of its tokens. Both are
+counted in seconds of work. Work that may overlap other work is charged in full, because the overlap is unknown.
 """
 
 import math
 
-HOST_BANDWIDTH = 1e9  # bytes a second, either way, until measured: what one thread copies and makes a checksum of
-DISK_BANDWIDTH = 3e8  # bytes a second until measured: a slow SSD. Better to be surprised than to wait
+HOST_BANDWIDTH = 1e9  # bytes per second, either way, until measured: one thread that copies and computes a checksum
+DISK_BANDWIDTH = 3e8  # bytes per second until measured: a slow SSD, so that the first estimate errs towards recomputing
 
 
 def swap_seconds(
@@ -22,12 +21,12 @@ def swap_seconds(
     """Modelled seconds to move blocks out and back: bytes / store_bandwidth + bytes / load_bandwidth.
 
     Args:
-        blocks: blocks the sequence holds.
-        block_bytes: bytes of one, all layers together.
-        store_bandwidth: measured bytes a second from the device to the host; None is not measured yet, infinity a way
-            that is behind it already.
-        load_bandwidth: the same from where it comes back: host memory or, with `on_disk`, the disk.
-        on_disk: whether it comes back from disk: another bandwidth is assumed where none was measured.
+        blocks: Number of blocks that the sequence holds.
+        block_bytes: Bytes of one block over all layers.
+        store_bandwidth: Measured bytes per second from the device to the host. None if not measured yet, infinity if
+            the blocks are already there.
+        load_bandwidth: The same for the way back, from host memory or, with `on_disk`, from disk.
+        on_disk: Whether the blocks come back from disk, which changes the default bandwidth.
     """
     store = _bandwidth("store_bandwidth", store_bandwidth, HOST_BANDWIDTH)
     load = _bandwidth("load_bandwidth", load_bandwidth, DISK_BANDWIDTH if on_disk else HOST_BANDWIDTH)
@@ -43,14 +42,14 @@ def prefer_swap(
     recompute_seconds: float,
     on_disk: bool = False,
 ) -> bool:
-    """Whether swapping is modelled to cost no more than computing again.
+    """Whether swapping is modelled to cost no more than recomputing.
 
     Args:
-        recompute_seconds: modelled seconds of the prefill that would compute the same again.
-        blocks, block_bytes, store_bandwidth, load_bandwidth, on_disk: as for `swap_seconds`.
+        recompute_seconds: Modelled seconds of the prefill that would recompute the blocks.
+        blocks, block_bytes, store_bandwidth, load_bandwidth, on_disk: See `swap_seconds`.
 
     Raises:
-        ValueError: a bandwidth that isn't positive, or seconds that aren't at least 0.
+        ValueError: A bandwidth is not positive, or recompute_seconds is negative or NaN.
     """
     if not recompute_seconds >= 0:
         raise ValueError(f"recompute_seconds must be at least 0, got {recompute_seconds}")
@@ -67,5 +66,5 @@ def prefer_swap(
 def _bandwidth(name: str, measured: float | None, prior: float) -> float:
     bandwidth = prior if measured is None else measured
     if math.isnan(bandwidth) or bandwidth <= 0:
-        raise ValueError(f"{name} must be positive bytes a second or None, got {bandwidth}")
+        raise ValueError(f"{name} must be a positive number of bytes per second or None, got {bandwidth}")
     return bandwidth

@@ -1,4 +1,4 @@
-"""Flax models, one file a family, and what is needed to fill them from a Hugging Face directory."""
+"""Flax models and the loading of their weights from a Hugging Face directory."""
 
 from omni_jax.models.config import ModelConfig, VisionConfig, model_config
 from omni_jax.models.decoder import Decoder

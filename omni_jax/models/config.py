@@ -1,4 +1,4 @@
-"""What a decoder is made of, read from a Hugging Face config.json (transformers 4 and 5 spellings)."""
+"""Model configuration from a Hugging Face config.json, as written by transformers 4 or 5."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from omni_jax.models.rope import Rope, rope_from_config
 
-# What sets an architecture apart from plain Llama. Everything else is in the config.
+# Differences from plain Llama that config.json does not state.
 ARCHITECTURES: dict[str, dict[str, bool]] = {
     "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
     "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
@@ -18,26 +18,26 @@ VISION_ARCHITECTURES = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VL
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint asks for something this engine does not compute. Never approximated in silence."""
+    """The engine does not support an architecture or option of the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Sizes and switches of a vision tower, and how its features enter the text.
+    """Sizes and options of a vision tower, and the placement of its features in the text.
 
     Attributes:
-        depth: layers.
+        depth: number of layers.
         hidden_size: width of a patch inside the tower.
-        out_hidden_size: width of a feature, which is that of the text decoder.
+        out_hidden_size: width of a feature, equal to the text decoder's hidden size.
         hidden_act: quick_gelu with two matrices (Qwen2-VL), or silu with a gate (Qwen2.5-VL).
         rms_norm: norms are RMSNorm (Qwen2.5-VL) instead of LayerNorm.
-        spatial_merge_size: a feature stands for so many patches squared.
-        temporal_patch_size: frames of a patch.
-        window_size: pixels of a window's side, for layers that attend within windows; None: all attend to the whole.
-        full_attention_layers: those that attend to the whole image although there are windows.
-        tokens_per_second: temporal positions a second of video (Qwen2.5-VL); None: one a temporal step (Qwen2-VL).
-        image_token_id: the placeholder of an image's features.
-        video_token_id: the placeholder of a video's features.
+        spatial_merge_size: side of a merge block in patches; the patches of a block become one feature.
+        temporal_patch_size: number of frames in a patch.
+        window_size: side of an attention window in pixels; None if all layers attend to the whole image.
+        full_attention_layers: layers that attend to the whole image in a model with windows.
+        tokens_per_second: temporal positions per second of video (Qwen2.5-VL); None: one per temporal step (Qwen2-VL).
+        image_token_id: placeholder token of an image's features.
+        video_token_id: placeholder token of a video's features.
     """
 
     depth: int
@@ -60,18 +60,18 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a text decoder. Field names follow Hugging Face.
+    """Sizes and options of a text decoder. Field names follow Hugging Face.
 
     Attributes:
-        qkv_bias: the query, key and value projections have biases (Qwen2; Llama with attention_bias).
+        qkv_bias: the query, key and value projections have biases (Qwen2).
         qk_norm: queries and keys pass an RMSNorm over head_dim before RoPE (Qwen3).
         rope: rotary frequencies and the factor on cosines and sines.
-        tie_word_embeddings: the output projection is the embedding, as the config says; a checkpoint with a head that
-            differs from the embedding overrules it (see weights.py).
-        dtype: the dtype the weights are stored in.
-        vision: the tower that reads images and video, if the model has one.
-        kv_repeats: how often each KV head of the checkpoint stands in num_key_value_heads; more than once on a mesh of
-            more devices than KV heads (runtime.sharding.fit).
+        tie_word_embeddings: the embedding is also the output matrix. Weight loading sets it to False if the checkpoint
+            has a head that differs from the embedding (weights.py).
+        dtype: dtype of the stored weights.
+        vision: the vision tower's config; None for a text model.
+        kv_repeats: copies of each of the checkpoint's KV heads in num_key_value_heads; above 1 on a mesh with more
+            devices than KV heads (runtime.sharding.fit).
     """
 
     architecture: str
@@ -94,29 +94,29 @@ class ModelConfig:
 
 
 def model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config.json.
+    """Parse a config.json.
 
     Raises:
-        UnsupportedModel: the architecture is not registered, or the config switches on something that is not built.
+        UnsupportedModel: the architecture is not in ARCHITECTURES, or the config has an unsupported option.
     """
     named = config.get("architectures") or []
     architecture = next((name for name in named if name in ARCHITECTURES), None)
     if architecture is None:
-        raise UnsupportedModel(f"config.json names architectures {named}, supported are {sorted(ARCHITECTURES)}")
+        raise UnsupportedModel(f"config.json names architectures {named}; supported: {sorted(ARCHITECTURES)}")
     vision = _vision_config(architecture, config) if architecture in VISION_ARCHITECTURES else None
     config = text_config(config)
     for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
         if config.get(key, wanted) not in (wanted, None):
-            raise UnsupportedModel(f"{architecture} with {key}={config[key]!r} is not supported, only {wanted!r}")
+            raise UnsupportedModel(f"{architecture} with {key}={config[key]!r} is not supported, only {key}={wanted!r}")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise UnsupportedModel(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
+        raise UnsupportedModel(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     switches = dict(ARCHITECTURES[architecture])
     if architecture == "LlamaForCausalLM" and config.get("attention_bias"):
         raise UnsupportedModel(
-            "LlamaForCausalLM with attention_bias=true is not supported (its output projection has one too)"
+            "LlamaForCausalLM with attention_bias=true is not supported (it has a bias in the output projection)"
         )
     if architecture == "Qwen3ForCausalLM" and config.get("attention_bias"):
         raise UnsupportedModel("Qwen3ForCausalLM with attention_bias=true is not supported")
@@ -140,15 +140,18 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of a config.json that describe the text decoder: transformers 5 nests them, Qwen's own repositories and
-    transformers 4 do not. What only stands outside (dtype, tied embeddings) holds inside as well."""
+    """The keys of a config.json that describe the text decoder.
+
+    transformers 5 nests them in `text_config`; transformers 4 and Qwen's own repositories do not. The outer dtype and
+    tie_word_embeddings apply to nested configs too.
+    """
     nested = config.get("text_config")
     if not nested:
         return config
     outer = {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if config.get(key) is not None}
     inner = {key: value for key, value in nested.items() if value is not None}
     merged = dict(inner) | outer
-    # Either place may say that the output is the embedding; each writer uses one and leaves the other at its default.
+    # Some exporters set tie_word_embeddings outside, others inside, and leave the other at its default.
     merged["tie_word_embeddings"] = bool(outer.get("tie_word_embeddings") or inner.get("tie_word_embeddings"))
     return merged
 
@@ -160,11 +163,14 @@ def _vision_config(architecture: str, config: Mapping[str, Any]) -> VisionConfig
     if act != ("silu" if second else "quick_gelu"):
         raise UnsupportedModel(f"{architecture} with a vision hidden_act of {act!r} is not supported")
     # Qwen2-VL calls the tower's width embed_dim and the text's hidden_size; Qwen2.5-VL hidden_size and out_hidden_size.
-    # Values that a config leaves out are those of transformers' configuration classes.
+    # Default values are those of transformers' configuration classes.
     hidden = given.get("hidden_size", 3584) if second else given.get("embed_dim", 1280)
     heads = given.get("num_heads", 16)
     if hidden % heads or hidden // heads % 4:
-        raise UnsupportedModel(f"a vision tower of width {hidden} and {heads} heads cannot have 2-D rotary positions")
+        raise UnsupportedModel(
+            f"vision tower: width {hidden} over {heads} heads does not give a head size that is a multiple of 4, "
+            "which 2-D rotary positions need"
+        )
     return VisionConfig(
         depth=given.get("depth", 32),
         hidden_size=hidden,

@@ -1,13 +1,13 @@
-"""The text decoder of Llama, Qwen2, Qwen2.5 and Qwen3: one file, the differences are configuration.
+"""The text decoder of Llama, Qwen2, Qwen2.5 and Qwen3. The config selects what differs.
 
-The module computes hidden states of a flat run of tokens. It knows nothing of pages: attention is a function it is
-given. Matrices are stored as the CPU's matrix product likes them best (docs/performance.md, "Layout of weights"):
-those that widen (query-key-value, gate-up) as [in, out], those that narrow (output, down) and the vocabulary as [out,
-in].
+The module computes hidden states of a flat sequence of tokens. Attention is a function argument, so the module does not
+depend on the layout of the KV cache. Matrices are stored in the layout that the CPU's matrix product computes fastest
+(docs/performance.md, "Layout of weights"): widening ones (query-key-value, gate-up) as [in, out], narrowing ones
+(output, down) and the vocabulary as [out, in].
 
-The axes of outputs are cut so that any device of a mesh can hold a whole part: query-key-value by KV heads, each with
-its queries, its key and its value; gate-up by the inner width, each with its gate and its up. On a device that has a
-part, the module computes with that part and meets the others twice a layer (`axis`).
+Output axes are laid out so that each device of a mesh holds a contiguous part: query-key-value by KV head, each with
+its queries, key and value; gate-up by inner column, each with its gate and up. Every layer has two all-reduces over the
+devices (`axis`).
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from omni_jax.models.axis import ALONE, ModelAxis
+from omni_jax.models.axis import ONE_DEVICE, ModelAxis
 from omni_jax.models.config import ModelConfig
 from omni_jax.models.rope import rotary, rotate
 from omni_jax.models.sources import Source
@@ -28,7 +28,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def project(x: Float[Array, "tokens in"], weight: Array, *, out_in: bool) -> Float[Array, "tokens out"]:
-    """x times a matrix stored [in, out], or [out, in] with `out_in`. Sums in float32, result in x's dtype."""
+    """Multiply x by a matrix [in, out], or [out, in] with `out_in`. Sums in float32; the result has x's dtype."""
     contract = 1 if out_in else 0
     product = lax.dot_general(x, weight, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
     return product.astype(x.dtype)
@@ -49,11 +49,11 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, norms and rotation around the attention function."""
+    """Projections, norms and RoPE around the attention function."""
 
     def __init__(self, config: ModelConfig, dtype):
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        group = heads // kv_heads  # the queries of a KV head; its key and its value lie behind them
+        group = heads // kv_heads  # queries per KV head; the head's key and value follow them
         self.qkv = nnx.Param(jnp.zeros((config.hidden_size, kv_heads, group + 2, head_dim), dtype))
         self.qkv_bias = nnx.Param(jnp.zeros((kv_heads, group + 2, head_dim), dtype)) if config.qkv_bias else None
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
@@ -75,7 +75,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network."""
 
     def __init__(self, config: ModelConfig, dtype):
         self.gate_up = nnx.Param(jnp.zeros((config.hidden_size, 2, config.intermediate_size), dtype))
@@ -104,7 +104,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token ids to normalised hidden states; logits are `hidden @ output_matrix.T`."""
+    """The decoder: token ids to normalised hidden states. Logits are `hidden @ output_matrix.T`."""
 
     def __init__(self, config: ModelConfig, dtype):
         self.config = config
@@ -121,25 +121,33 @@ class Decoder(nnx.Module):
         features: Float[Array, "rows hidden"] | None = None,
         feature_row: Int[Array, "tokens"] | None = None,
         *,
-        axis: ModelAxis = ALONE,
+        axis: ModelAxis = ONE_DEVICE,
     ) -> Float[Array, "tokens hidden"]:
-        """Hidden states of `tokens`. `positions` has three rows with M-RoPE; see `embedded` for features. With `axis`
-        the parameters are one device's parts, and `attend` is called with its heads; the result is whole."""
+        """Compute the hidden states of `tokens`.
+
+        Args:
+            tokens: token ids.
+            positions: their positions; three rows with M-RoPE.
+            attend: the attention function, called with this device's heads.
+            features: vision features; see `embed_tokens`.
+            feature_row: see `embed_tokens`.
+            axis: the devices that share the model. Parameters are one device's parts; the result is whole.
+        """
         cos, sin = rotary(self.config.rope, positions)
-        x = self.embedded(tokens, features, feature_row, axis=axis)
+        x = self.embed_tokens(tokens, features, feature_row, axis=axis)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, lambda *qkv, i=i: attend(i, *qkv), axis)
         return self.norm(x)
 
-    def embedded(
+    def embed_tokens(
         self,
         tokens: Int[Array, "tokens"],
         features: Float[Array, "rows hidden"] | None = None,
         feature_row: Int[Array, "tokens"] | None = None,
         *,
-        axis: ModelAxis = ALONE,
+        axis: ModelAxis = ONE_DEVICE,
     ) -> Float[Array, "tokens hidden"]:
-        """What the layers begin with: embeddings, and where feature_row is above 0, that row of `features` instead."""
+        """The first layer's input: token embeddings, or row `feature_row` of `features` where it is above 0."""
         embed = self.embed[...]
         x = axis.sum(embed.at[axis.local(tokens, embed.shape[0])].get(mode="fill", fill_value=0))
         if features is None or feature_row is None:
@@ -148,10 +156,10 @@ class Decoder(nnx.Module):
 
 
 def weight_sources(config: ModelConfig) -> dict[str, Source]:
-    """The weight map, as data: parameter path -> where it comes from."""
+    """The weight map: the source of each parameter, by its path."""
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    one = (kv_heads // config.kv_repeats, 1, head_dim)  # a key or a value of each KV head that the checkpoint has
-    qkv = ((kv_heads, heads // kv_heads, head_dim), one, one)
+    kv = (kv_heads // config.kv_repeats, 1, head_dim)  # one key or value per KV head of the checkpoint
+    qkv = ((kv_heads, heads // kv_heads, head_dim), kv, kv)
     gate_up = ((1, config.intermediate_size),) * 2
     sources = {
         "embed": Source(tensors=("model.embed_tokens.weight",)),
@@ -160,22 +168,22 @@ def weight_sources(config: ModelConfig) -> dict[str, Source]:
     if not config.tie_word_embeddings:
         sources["head"] = Source(tensors=("lm_head.weight",))
     for i in range(config.num_hidden_layers):
-        here, there = f"layers.{i}.", f"model.layers.{i}."
-        attention, mlp = there + "self_attn.", there + "mlp."
+        path, name = f"layers.{i}.", f"model.layers.{i}."
+        attention, mlp = name + "self_attn.", name + "mlp."
         weights, biases = (tuple(f"{attention}{p}_proj.{kind}" for p in "qkv") for kind in ("weight", "bias"))
         sources |= {
-            here + "input_norm.weight": Source(tensors=(there + "input_layernorm.weight",)),
-            here + "post_norm.weight": Source(tensors=(there + "post_attention_layernorm.weight",)),
-            here + "attention.qkv": Source(tensors=weights, transposed=True, cuts=qkv, axis=1),
-            here + "attention.out": Source(tensors=(attention + "o_proj.weight",)),
-            here + "mlp.gate_up": Source(
-                tensors=(mlp + "gate_proj.weight", mlp + "up_proj.weight"), transposed=True, cuts=gate_up
+            path + "input_norm.weight": Source(tensors=(name + "input_layernorm.weight",)),
+            path + "post_norm.weight": Source(tensors=(name + "post_attention_layernorm.weight",)),
+            path + "attention.qkv": Source(tensors=weights, transposed=True, output_shapes=qkv, axis=1),
+            path + "attention.out": Source(tensors=(attention + "o_proj.weight",)),
+            path + "mlp.gate_up": Source(
+                tensors=(mlp + "gate_proj.weight", mlp + "up_proj.weight"), transposed=True, output_shapes=gate_up
             ),
-            here + "mlp.down": Source(tensors=(mlp + "down_proj.weight",)),
+            path + "mlp.down": Source(tensors=(mlp + "down_proj.weight",)),
         }
         if config.qkv_bias:
-            sources[here + "attention.qkv_bias"] = Source(tensors=biases, cuts=qkv, axis=1)
+            sources[path + "attention.qkv_bias"] = Source(tensors=biases, output_shapes=qkv, axis=1)
         if config.qk_norm:
-            sources[here + "attention.q_norm.weight"] = Source(tensors=(attention + "q_norm.weight",))
-            sources[here + "attention.k_norm.weight"] = Source(tensors=(attention + "k_norm.weight",))
+            sources[path + "attention.q_norm.weight"] = Source(tensors=(attention + "q_norm.weight",))
+            sources[path + "attention.k_norm.weight"] = Source(tensors=(attention + "k_norm.weight",))
     return sources

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), with the scalings of Llama 3 and YaRN (Peng et al., arXiv
 2309.00071).
 
-The layout is Hugging Face's: the first half of a head is rotated with the second half, not neighbours with each other.
+The layout is Hugging Face's: pairs are (0, d/2), (1, d/2 + 1), ..., not neighbours.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ class Rope:
     """Rotation speeds of one head.
 
     Attributes:
-        frequencies: radians per position of each pair, head_dim / 2 of them.
-        factor: multiplies cosines and sines (YaRN's attention temperature); 1 otherwise.
-        sections: how many pairs turn with the time, the height and the width of a token (Qwen2-VL's M-RoPE, arXiv
-            2409.12191); None: all turn with one position.
+        frequencies: radians per position of each of the head_dim / 2 pairs.
+        factor: factor on cosines and sines (YaRN's attention temperature). Default: 1.
+        sections: number of pairs that rotate with the temporal, height and width position of a token (Qwen2-VL's
+            M-RoPE, arXiv 2409.12191); None if all rotate with one position.
     """
 
     frequencies: tuple[float, ...]
@@ -31,10 +31,10 @@ class Rope:
 
 
 def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
+    """Parse `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
 
     Raises:
-        ValueError: a scaling that is not built, or a rotated dimension other than the whole head.
+        ValueError: the scaling is not supported, or only a part of the head is rotated.
     """
     parameters = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
@@ -51,8 +51,8 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
         frequencies = _llama3(frequencies, parameters)
     elif kind == "yarn":
         frequencies, factor = _yarn(frequencies, parameters, theta, head_dim, config)
-    elif kind not in ("default", "mrope"):  # "mrope" is the classic spelling: default with mrope_section
-        raise ValueError(f"rope_type {kind!r} is not supported, only default, linear, llama3, yarn and mrope")
+    elif kind not in ("default", "mrope"):  # "mrope" is the older name for "default" with an mrope_section
+        raise ValueError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn, mrope")
     sections = parameters.get("mrope_section")
     if sections is not None and (len(sections) != 3 or sum(sections) != head_dim // 2):
         raise ValueError(f"mrope_section must be three numbers that sum to {head_dim // 2}, got {sections}")
@@ -66,8 +66,10 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
 def rotary(
     rope: Rope, positions: Int[Array, "tokens"] | Int[Array, "3 tokens"]
 ) -> tuple[Float[Array, "tokens 1 half"], Float[Array, "tokens 1 half"]]:
-    """Cosines and sines at `positions` (those of time, height and width with M-RoPE), in float32: bfloat16 rounds
-    position 257 to 256."""
+    """Cosines and sines at `positions`; with M-RoPE these are temporal, height and width positions.
+
+    In float32, because bfloat16 rounds position 257 to 256.
+    """
     if rope.sections is not None:
         axis = np.repeat(np.arange(3), rope.sections)
         position = positions[axis].T  # [tokens, half]
@@ -80,13 +82,13 @@ def rotary(
 def rotate(
     x: Float[Array, "tokens heads head_dim"], cos: Float[Array, "tokens 1 half"], sin: Float[Array, "tokens 1 half"]
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Rotates each head by its position."""
+    """Rotate each head by its token's position."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _llama3(frequencies, parameters):
-    """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between blended by their wavelength."""
+    """Llama 3.1: divide slow frequencies by `factor`, keep fast ones, interpolate between them by wavelength."""
     original = parameters["original_max_position_embeddings"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = original * frequencies / (2 * math.pi)  # full turns within the original context

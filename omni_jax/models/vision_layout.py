@@ -1,9 +1,9 @@
-"""In which order patches lie in the vision tower, and who attends to whom: plain numpy, made on the host.
+"""The order of patches in the vision tower, and the range of slots that each patch attends to; computed with numpy.
 
-Patches of several images lie one after another. In an image they come merge block after merge block, as the image
-processor makes them; the `spatial_merge_size` squared patches of a block become one feature. Qwen2.5-VL attends within
-windows in most layers: the blocks of an image are then put in the order of its windows, so that a window is a run of
-slots, and a block remains one.
+Images come one after another. The patches of an image come merge block by merge block, as the image processor produces
+them; the `spatial_merge_size` squared patches of a block become one feature. Qwen2.5-VL attends within windows in most
+layers: the blocks of an image are then sorted by window, so that each window is a contiguous range of slots, and each
+block still is.
 """
 
 import dataclasses
@@ -16,17 +16,16 @@ from omni_jax.models.config import VisionConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class VisionLayout:
-    """All arrays are int32; n is the number of patches of all images, slots are places in the tower.
+    """The layout of a call: int32 arrays over n slots, one for each patch of all images.
 
     Attributes:
-        order: [n], the patch (in the order given) that lies in each slot.
-        positions: [n, 2], row and column of the patch in its image.
+        order: [n], the input patch in each slot.
+        positions: [n, 2], row and column of the slot's patch in its image.
         first: [n], first slot of the patch's image.
-        last: [n], the slot behind the last one of its image.
-        window_first: [n], first slot of its window; None where the model has no windows.
-        window_last: [n], the slot behind the last one of its window.
-        feature_of: [n / spatial_merge_size ** 2], for each feature the tower makes, in the order of slots, its place
-            among the features of the images in the order given.
+        last: [n], the slot after the last one of its image.
+        window_first: [n], first slot of its window; None if the model has no windows.
+        window_last: [n], the slot after the last one of its window; None if the model has no windows.
+        feature_of: [n / spatial_merge_size ** 2], for each output feature of the tower, its index in input order.
     """
 
     order: np.ndarray
@@ -39,36 +38,35 @@ class VisionLayout:
 
 
 def window_blocks(config: VisionConfig) -> int | None:
-    """Side of a window in merge blocks; None where the model has no windows."""
+    """Side of a window in merge blocks; None if the model has no windows."""
     if config.window_size is None:
         return None
     return config.window_size // config.spatial_merge_size // config.patch_size
 
 
 def longest_window(config: VisionConfig) -> int | None:
-    """Most patches of a window; None where the model has no windows."""
+    """Number of patches in a full window; None if the model has no windows."""
     side = window_blocks(config)
     return None if side is None else (side * config.spatial_merge_size) ** 2
 
 
 def layout(grids: Sequence[tuple[int, int]], config: VisionConfig) -> VisionLayout:
-    """The layout of images (or temporal steps of videos) of `grids`, each (rows, columns) of patches.
+    """The layout of images (or temporal steps of videos), each a grid of (rows, columns) of patches.
 
-    Windows are counted from the image's top left corner; those at its right and lower edge are what is left.
+    Windows start at the image's top left corner; those at its right and lower edge may be smaller.
 
     Raises:
-        ValueError: no grid, or one that merge blocks do not fill.
+        ValueError: there is no grid, or a side is not a multiple of spatial_merge_size.
     """
     merge, side = config.spatial_merge_size, window_blocks(config)
     if not grids:
-        raise ValueError("layout needs the grid of one image at least, got none")
+        raise ValueError("layout needs at least one grid, got none")
     orders, positions, images, windows = [], [], [], []
     blocks = 0
     for rows, columns in grids:
         if rows < 1 or columns < 1 or rows % merge or columns % merge:
             raise ValueError(
-                f"a grid of {rows} x {columns} patches does not consist of blocks of {merge} x {merge}: "
-                "both sides have to be multiples"
+                f"a grid of {rows} x {columns} patches cannot be divided into merge blocks of {merge} x {merge}"
             )
         row, column = (x.ravel() for x in np.indices((rows // merge, columns // merge)))
         order = np.arange(row.size)
@@ -100,6 +98,6 @@ def layout(grids: Sequence[tuple[int, int]], config: VisionConfig) -> VisionLayo
 
 
 def _ranges(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each slot of segments of `lengths`, one after another: first slot of the segment, and the one behind it."""
+    """For each slot of consecutive ranges of `lengths`: the first slot of its range, and the slot after the range."""
     last = np.cumsum(lengths)
     return np.repeat(last - lengths, lengths).astype(np.int32), np.repeat(last, lengths).astype(np.int32)

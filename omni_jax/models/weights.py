@@ -1,4 +1,4 @@
-"""Fills a model from a checkpoint: one tensor at a time, and strictly."""
+"""Strict loading of a checkpoint into a model, one parameter at a time."""
 
 import dataclasses
 import logging
@@ -17,27 +17,27 @@ from omni_jax.models.sources import Source
 
 logger = logging.getLogger(__name__)
 
-# Tensors some exporters write that hold nothing a model needs: they follow from the config.
+# Tensors of some exporters that are not loaded: their values follow from the config.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
-# Beginnings of names as transformers 5 writes vision models, and the classic ones that the weight maps use.
+# Prefixes of vision models' tensors: transformers 5's -> the classic ones, which the weight maps use.
 RENAMED_PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}
 
-Report = Callable[[str, int], None]  # (parameter, its bytes)
-# (parameter, its shape) -> how it lies on the devices. Layers of the decoder are `layers.{i}.…`, of the tower
-# `blocks.{i}.…`; None is the default device.
+# (parameter path, shape) -> sharding; None for the default device. Paths of the decoder's layers begin with
+# `layers.{i}.`, those of the tower's with `blocks.{i}.`.
 ShardingOf = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-    """A loaded module, split once: a call passes `leaves`, a flat tuple of arrays, and merges inside the compiled
-    function.
+    """A loaded module, split into structure and arrays.
+
+    A call passes the flat tuple `leaves`; the compiled function merges them into a module.
 
     Attributes:
         graph: the module's structure, without arrays.
-        treedef: of its state.
-        leaves: its arrays, in the order `nnx.merge` wants; shapes, where a program is only to be compiled.
+        treedef: tree structure of its state.
+        leaves: its arrays in the order of `treedef`, or their shapes if a program is only compiled.
     """
 
     graph: Any
@@ -48,17 +48,17 @@ class Split:
         return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self.leaves)
 
     def merge(self, leaves) -> Any:
-        """The module over `leaves`; to be called while tracing."""
+        """Rebuild the module from `leaves`, while tracing."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tower:
-    """A loaded vision tower, in the pieces it is run in.
+    """A loaded vision tower, in the parts that run separately.
 
     Attributes:
         patch: vision.PatchEmbed.
-        blocks: vision.Block, one a layer; all have the graph of the first.
+        blocks: vision.Block, one per layer; all have the same graph.
         merger: vision.Merger.
     """
 
@@ -73,8 +73,8 @@ class Weights:
 
     Attributes:
         decoder: the text decoder.
-        output_matrix: [vocab, hidden], the array that makes logits; one of the decoder's leaves.
-        tower: the vision tower, if the model has one.
+        output_matrix: [vocab, hidden], the matrix of the logits; one of the decoder's leaves.
+        tower: the vision tower; None for a text model.
     """
 
     decoder: Split
@@ -83,7 +83,7 @@ class Weights:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """All of them, each once."""
+        """All arrays of the model, each once."""
         tower = () if self.tower is None else (self.tower.patch, *self.tower.blocks, self.tower.merger)
         return tuple(leaf for part in (self.decoder, *tower) for leaf in part.leaves)
 
@@ -100,20 +100,28 @@ def load_weights(
     sharding_of: ShardingOf = lambda *_: None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[ModelConfig, Weights]:
-    """Streams the checkpoint into device arrays of `dtype`: one parameter at a time is put together on the host, and
-    each device gets its part of it. Returns the config too: a head that is in the checkpoint although the config ties
-    it, and differs from the embedding, is used, and the config says so.
+    """Load a checkpoint into device arrays of `dtype`.
+
+    Parameters are assembled on the host one at a time, and each device gets its part.
+
+    Args:
+        sharding_of: sharding of each parameter. Default: the default device.
+        progress: called with (parameter path, bytes done, total bytes).
+
+    Returns:
+        The config and the weights. If the config ties the head to the embedding, but the checkpoint has a different
+        head, the head is used, and the returned config has tie_word_embeddings=False.
 
     Raises:
-        CheckpointError: tensors missing, left over, or of the wrong shape; names and both shapes are in the message.
+        CheckpointError: tensors are missing, unknown, or of the wrong shape; the message has the names and shapes.
     """
     stored = _Stored(checkpoint)
-    config = _settle_head(stored, config)
+    config = _untie_different_head(stored, config)
     text = weight_sources(config)
-    seen = vision.weight_sources(config.vision) if config.vision else {}
-    _check(stored, config, [*text.values(), *seen.values()])
+    visual = vision.weight_sources(config.vision) if config.vision else {}
+    _check(stored, config, [*text.values(), *visual.values()])
 
-    total = sum(stored.parameters(name) for source in [*text.values(), *seen.values()] for name in source.tensors)
+    total = sum(stored.parameters(name) for source in [*text.values(), *visual.values()] for name in source.tensors)
     done = 0
 
     def report(name: str, count: int) -> None:
@@ -130,22 +138,22 @@ def load_weights(
             return jax.device_put(array)
         return jax.make_array_from_callback(shape, sharding, lambda index: array[index])
 
-    return config, _weights(config, dtype, text, seen, place)
+    return config, _weights(config, dtype, text, visual, place)
 
 
 def abstract_weights(config: ModelConfig, dtype: np.dtype, sharding_of: ShardingOf = lambda *_: None) -> Weights:
-    """Weights of shapes only: enough to compile for, with no checkpoint and no device."""
+    """Weights that hold shapes only: for compilation without a checkpoint or devices."""
 
     def place(name: str, _: Source, shape: tuple[int, ...]) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(name, shape))
 
     text = weight_sources(config)
-    seen = vision.weight_sources(config.vision) if config.vision else {}
-    return _weights(config, dtype, text, seen, place)
+    visual = vision.weight_sources(config.vision) if config.vision else {}
+    return _weights(config, dtype, text, visual, place)
 
 
 class _Stored:
-    """A checkpoint under the classic names of its tensors."""
+    """Access to a checkpoint's tensors by their classic names."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -156,7 +164,7 @@ class _Stored:
             prefix = next((p for p in RENAMED_PREFIXES if name.startswith(p)), "")
             classic = RENAMED_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
             if classic in self.names:
-                raise CheckpointError([f"tensors {self.names[classic]} and {name} are the same parameter"])
+                raise CheckpointError([f"tensors {self.names[classic]} and {name} hold the same parameter"])
             self.names[classic] = name
 
     def read(self, name: str) -> np.ndarray:
@@ -169,22 +177,22 @@ class _Stored:
         return int(np.prod(self.shape(name)))
 
 
-Place = Callable[[str, Source, tuple[int, ...]], Any]  # makes a parameter's array, or its shape
+Place = Callable[[str, Source, tuple[int, ...]], Any]  # (parameter path, source, shape) -> array, or shape only
 
 
 def _weights(
-    config: ModelConfig, dtype: np.dtype, text: Mapping[str, Source], seen: Mapping[str, Source], place: Place
+    config: ModelConfig, dtype: np.dtype, text: Mapping[str, Source], visual: Mapping[str, Source], place: Place
 ) -> Weights:
     decoder, by_name = _fill(lambda: Decoder(config, dtype), "", text, place)
     output_matrix = by_name["embed"] if config.tie_word_embeddings else by_name["head"]
-    tower = None if config.vision is None else _tower(config.vision, dtype, seen, place)
+    tower = None if config.vision is None else _tower(config.vision, dtype, visual, place)
     return Weights(decoder=decoder, output_matrix=output_matrix, tower=tower)
 
 
 def _fill(
     make: Callable[[], nnx.Module], prefix: str, sources: Mapping[str, Source], place: Place
 ) -> tuple[Split, dict[str, Any]]:
-    """A module of arrays, and the arrays by name."""
+    """Create a module with its arrays; return it, and the arrays by parameter path."""
     graph, state = nnx.split(nnx.eval_shape(make))
     paths_and_leaves, treedef = jax.tree.flatten_with_path(state)
     shapes = {prefix + _name(path): tuple(leaf.shape) for path, leaf in paths_and_leaves}
@@ -204,7 +212,7 @@ def _tower(config: VisionConfig, dtype: np.dtype, sources: Mapping[str, Source],
 
 
 def _name(path) -> str:
-    """`layers.0.attention.qkv` of a key path into an nnx state."""
+    """The parameter path of a key path into an nnx state, for example `layers.0.attention.qkv`."""
     parts = []
     for key in path:
         part = getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))
@@ -213,7 +221,7 @@ def _name(path) -> str:
     return ".".join(parts)
 
 
-def _settle_head(stored: _Stored, config: ModelConfig) -> ModelConfig:
+def _untie_different_head(stored: _Stored, config: ModelConfig) -> ModelConfig:
     if config.tie_word_embeddings and "lm_head.weight" in stored.names:
         head, embed = stored.read("lm_head.weight"), stored.read("model.embed_tokens.weight")
         if head.shape != embed.shape or not np.array_equal(head, embed):
@@ -225,16 +233,16 @@ def _settle_head(stored: _Stored, config: ModelConfig) -> ModelConfig:
 
 
 def _check(stored: _Stored, config: ModelConfig, sources: Iterable[Source]) -> None:
-    wanted = {name for source in sources for name in source.tensors}
+    expected = {name for source in sources for name in source.tensors}
     given = set(stored.names)
     if config.tie_word_embeddings:
-        given.discard("lm_head.weight")  # equal to the embedding, as _settle_head found
-    faults = [f"missing tensor {name}" for name in sorted(wanted - given)]
-    if "lm_head.weight" in wanted - given:
+        given.discard("lm_head.weight")  # equal to the embedding, see _untie_different_head
+    faults = [f"missing tensor {name}" for name in sorted(expected - given)]
+    if "lm_head.weight" in expected - given:
         faults.append("config.json has tie_word_embeddings=false: set it to true if the output is the embedding")
     faults += [
         f"tensor {stored.names[name]} {list(stored.shape(name))} is not part of {config.architecture}"
-        for name in sorted(given - wanted)
+        for name in sorted(given - expected)
     ]
     if faults:
         raise CheckpointError(faults)

@@ -1,4 +1,4 @@
-"""The engine's own programs, compiled for a GPU that is not there: what they need besides weights and cache."""
+"""Memory of the engine's programs besides weights and cache, from compiling them for a GPU that need not be present."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -12,27 +12,27 @@ from omni_jax.runtime.executables import Job
 from omni_jax.runtime.sharding import fit, sharding_of
 from omni_jax.scheduling import Buckets, patch_buckets
 
-TARGETS = {"a100-40gb": "a100", "a100": "a100", "h100": "h100", "h200": "h200"}  # key of cost.GPUS -> of aot.TARGETS
+TARGETS = {"a100-40gb": "a100", "a100": "a100", "h100": "h100", "h200": "h200"}  # cost.GPUS -> aot.TARGETS
 CAPABILITIES = {"a100": "8.0", "h100": "9.0", "h200": "9.0"}
-LAYERS_PER_SLICE = 8  # of the vision tower: the engine's default on a GPU
-LAYERS = 2  # compiled of the text model: all have the same shapes, and one layer's temporaries are the next one's
+LAYERS_PER_SLICE = 8  # layers of the vision tower in a slice: the engine's default on a GPU
+LAYERS = 2  # compiled layers of the text model; further ones reuse their temporaries
 Progress = Callable[[str, int, int], None]
 
-PAGES = 16  # of the pool: what programs take for themselves does not depend on them
+PAGES = 16  # pages of the pool; temporaries do not depend on their number
 
 
 def compiled_programs(
     model: ModelConfig, settings: Settings, devices: int, gpu: str, *, progress: Progress | None = None
 ) -> Programs:
-    """Compiles the largest program of each kind that can be the largest of all, as the engine does when it sizes its
-    cache (engine.loading), and takes what XLA says of their memory.
+    """Compile the programs that can need the most memory, as the engine does to size its cache (engine.loading), and
+    return their memory as XLA reports it.
 
     Args:
         gpu: a key of cost.GPUS.
-        progress: called with (program, how many are done, how many there are) before each.
+        progress: called before each program with (program, number of programs done, number of programs).
 
     Raises:
-        aot.ToolMissing: there is no CUDA plugin, see aot.available.
+        aot.ToolMissing: the CUDA plugin is not installed, see aot.available.
     """
     target = TARGETS[gpu.lower()]
     mesh = aot.mesh(target, devices)
@@ -76,10 +76,10 @@ def compiled_programs(
 
 
 def _largest(jobs: list[Job]) -> Iterator[Job]:
-    """Bodies, the head that does most, what scores prompts, and the tower's. Other heads do less than that one, admit
-    and history touch little."""
+    """Yield the largest bodies, the full head, and the largest programs that score prompts and run the tower. Others
+    need less memory."""
     seen = set()
-    for job in jobs:  # the largest of a kind comes first
+    for job in jobs:  # the largest of each kind comes first
         kind = tuple(part for part in job.key if isinstance(part, str))
         if kind not in seen and (kind[0] in ("mixed", "decode", "score", "encode") or kind == ("head", "full")):
             seen.add(kind)
@@ -87,7 +87,7 @@ def _largest(jobs: list[Job]) -> Iterator[Job]:
 
 
 def _encoder(model: ModelConfig, settings: Settings) -> EncoderConfig | None:
-    """Of the largest image. How pixels are scaled does not matter."""
+    """Return the configuration for the largest image. The scaling of pixels does not affect memory."""
     if model.vision is None:
         return None
     return EncoderConfig(

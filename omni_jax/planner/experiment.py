@@ -1,5 +1,5 @@
-"""A plan as an experiment that `omni-jax ablate` simulates: the same cost model, the engine's scheduler, made-up
-traffic."""
+"""Writes a plan as an experiment that `omni-jax ablate` simulates: the same cost model, the engine's scheduler, and the
+default traffic."""
 
 import json
 from collections.abc import Mapping
@@ -13,25 +13,28 @@ from omni_jax.planner.plan import Plan
 
 HEAD = """\
 # Written by `omni-jax plan`. Run it with: omni-jax ablate {file} -o results/
-# One replica of {data}: give each row its share of the requests. Efficiencies are assumptions (docs/scale.md).
+# It simulates one of {data} replica(s). Efficiencies are assumptions (docs/scale.md).
 """
-INT8 = "# The plan keeps keys and values in int8. The simulation has its blocks, but reads them as the model's dtype.\n"
+INT8 = "# The plan has an int8 KV cache. The simulation has as many blocks, but reads them in the model's dtype.\n"
 
 
 def write_experiment(plan: Plan, config: Mapping[str, Any], name: str, directory: Path) -> Path:
-    """Writes experiment.yaml and the model's config.json. Returns the first.
+    """Write experiment.yaml and the model's config.json.
+
+    Returns:
+        the path of experiment.yaml.
 
     Raises:
-        ValueError: the plan does not fit, so there is nothing to simulate.
-        FileExistsError: the directory has one already.
+        ValueError: the plan does not fit.
+        FileExistsError: the directory already has an experiment.yaml.
     """
     if not plan.fits:
         raise ValueError("a plan that does not fit cannot be simulated")
     file = directory / "experiment.yaml"
     if file.exists():
-        raise FileExistsError(f"{file} is there already; name another directory, or remove it first")
+        raise FileExistsError(f"{file} already exists; choose another directory, or remove the file first")
     settings = plan.settings
-    # The simulator divides by what a block takes of all devices together, without copies of KV heads.
+    # The simulator divides this by a block's bytes over all devices, without replicated KV heads.
     per_token = ModelSizes.from_config(config).kv_bytes_per_token(settings.dtype.itemsize)
     experiment = {
         "name": f"{name} on {plan.model} x {plan.gpu}",

@@ -1,7 +1,7 @@
-"""What one device of a mesh holds: weights, KV cache, features, state, temporaries. Bytes of shapes; no array is made.
+"""Memory of one device of a mesh, computed from shapes: weights, KV cache, features, state, temporaries.
 
-The shapes and how they are shared out are the engine's own (models.abstract_weights, runtime.sharding, runtime.state),
-so that a plan and a start can only differ in what programs take.
+Shapes and shardings are the engine's (models.abstract_weights, runtime.sharding, runtime.state), so a plan can differ
+from an engine only in the temporaries and results of programs.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from omni_jax.runtime.sharding import DATA, bytes_per_device, fit, sharding_of
 from omni_jax.runtime.state import KVCacheDtype, abstract_slots, block_bytes, round_pages
 from omni_jax.scheduling import patch_buckets
 
-ENCODER_CACHE_TOKENS = 8192  # the engine's default
+ENCODER_CACHE_TOKENS = 8192  # default of the engine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the engine would be started with: names and meanings are EngineConfig's."""
+    """Settings of the engine, with the names and meanings of EngineConfig."""
 
     max_model_len: int
     max_num_seqs: int
@@ -41,13 +41,13 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
-    """What programs need on a device besides weights, cache and state.
+    """Memory of programs on a device besides weights, cache and state.
 
     Attributes:
-        temporaries: bytes, of the one that needs most while it runs.
-        results: of two steps: one is read while the next is computed.
-        source: whether XLA said so, having compiled them for the GPU, or a formula.
-        largest: which program needs most.
+        temporaries: bytes of temporaries of the program that needs the most.
+        results: bytes of the results of two steps: one is read while the next is computed.
+        source: whether XLA reported the bytes after compiling for the GPU, or a formula estimates them.
+        largest: name of the program that needs the most temporaries.
     """
 
     temporaries: int
@@ -58,20 +58,21 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of one device. `total` is the sum of the others, but for `tower`, which is part of `weights`.
+    """Bytes on one device. `total` is the sum of reserved, weights, features, state, temporaries, results, kv_cache and
+    free.
 
     Attributes:
-        total: of the GPU.
-        reserved: what --gpu-memory-utilization leaves to others.
-        weights: its share of the weights, and what is replicated.
-        tower: of them those of the vision tower.
-        features: the encoder cache.
+        total: memory of the GPU.
+        reserved: share that --gpu-memory-utilization leaves unused.
+        weights: weights on this device: its shards and what is replicated.
+        tower: part of `weights` that belongs to the vision tower.
+        features: encoder cache.
         state: block tables, sampling state and token counts, by slot.
         temporaries, results: see Programs.
-        kv_cache: the pool.
-        free: what is left; below 0, what is missing before there is any pool.
-        block_bytes: of one block of the pool.
-        num_blocks: of the pool that can be used; 0 if there is no room.
+        kv_cache: KV cache.
+        free: unused rest; negative if bytes are missing even without a KV cache.
+        block_bytes: one block of the KV cache.
+        num_blocks: number of usable blocks; 0 if there is no room.
     """
 
     total: int
@@ -91,10 +92,10 @@ class DeviceMemory:
 def device_memory(
     model: ModelConfig, settings: Settings, *, total: int, devices: int, programs: Programs
 ) -> DeviceMemory:
-    """Of one of `devices` that share the model, each with `total` bytes.
+    """Return the memory of one of `devices` that share the model, each with `total` bytes.
 
     Raises:
-        ValueError: they cannot share it (runtime.sharding.fit).
+        ValueError: the model cannot be split over the devices (runtime.sharding.fit).
     """
     allowed = int(total * settings.gpu_memory_utilization)
     weights = spread_weights(model, settings.dtype, devices)
@@ -103,8 +104,8 @@ def device_memory(
     state = state_bytes(model, settings, devices)
     left = allowed - held - features - state - programs.temporaries - programs.results
     block = device_block_bytes(model, settings, devices)
-    # As the engine does it (engine.loading): down what there is room for, up what is needed at most; one block is
-    # where padding is written.
+    # As in engine.loading: blocks that fit are rounded down, blocks that can be needed are rounded up. Padding is
+    # written to one block.
     longest = -(-settings.max_model_len // settings.block_size)
     blocks = min(round_pages(max(0, left) // block), round_pages(settings.max_num_seqs * longest + 1, up=True))
     return DeviceMemory(
@@ -124,7 +125,7 @@ def device_memory(
 
 
 def device_block_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
-    """Of a block on one device, which has its KV heads of it."""
+    """Return the bytes of a block on one device, which holds its share of the KV heads."""
     whole = block_bytes(
         fit(model, devices),
         block_size=settings.block_size,
@@ -136,14 +137,14 @@ def device_block_bytes(model: ModelConfig, settings: Settings, devices: int) -> 
 
 @functools.lru_cache(maxsize=64)
 def spread_weights(model: ModelConfig, dtype: np.dtype, devices: int) -> Weights:
-    """Shapes of the weights with their shardings."""
+    """Return the shapes of the weights with their shardings."""
     mesh = AbstractMesh((1, devices), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
-    sharding: Any = sharding_of(mesh)  # pyright: ignore[reportArgumentType]  # only sizes and rules are asked for
+    sharding: Any = sharding_of(mesh)  # pyright: ignore[reportArgumentType]  # only shapes and rules are used
     return abstract_weights(fit(model, devices), dtype, sharding)
 
 
 def feature_rows(model: ModelConfig, settings: Settings) -> int:
-    """Of the array of features, that of nobody's included; 0 for a model that reads text only."""
+    """Return the rows of the feature array, row 0 (none) included; 0 for a model without a vision tower."""
     if (tower := model.vision) is None:
         return 0
     largest = settings.max_pixels // (tower.patch_size * tower.spatial_merge_size) ** 2
@@ -151,7 +152,7 @@ def feature_rows(model: ModelConfig, settings: Settings) -> int:
 
 
 def state_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
-    """Of what the runner keeps by slot: block tables, sampling state, and token counts, which are shared out."""
+    """Return the bytes of the runner's state by slot: block tables, sampling state, and token counts (split)."""
     slots = settings.max_num_seqs + 1
     table = -(-settings.max_model_len // settings.block_size)
     sampling = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract_slots(slots)))
@@ -159,11 +160,11 @@ def state_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
 
 
 def estimated_programs(model: ModelConfig, settings: Settings, devices: int) -> Programs:
-    """Without compiling: what XLA was seen to keep at once, for an A100 and an H100, rounded up (docs/scale.md).
+    """Estimate the memory of programs, from XLA's temporaries for an A100 and an H100 (docs/scale.md).
 
-    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A head that samples: three
-    times the logits in float32, and what scores prompts as many times those of a chunk. The tower: two widened copies
-    of its patches.
+    A step: gate, up and their product in a layer's MLP, and four times the hidden states. A sampling head: three times
+    the logits in float32; scoring prompts: three times those of a chunk. The tower: two copies of its patches at the
+    inner width.
     """
     tokens, rows, width = settings.max_num_batched_tokens, settings.max_num_seqs, settings.dtype.itemsize
     needs = {
@@ -176,7 +177,7 @@ def estimated_programs(model: ModelConfig, settings: Settings, devices: int) -> 
         patches = patch_buckets(settings.max_pixels // tower.patch_size**2)[-1]
         inner = tower.intermediate_size // devices * (2 if tower.hidden_act == "silu" else 1)
         needs[f"encode {patches}"] = patches * 2 * width * (inner + tower.hidden_size)
-        # Hidden states, cosines and sines in float32, and where each patch stands.
+        # Hidden states, cosines and sines in float32, and the position of each patch.
         results = max(results, patches * (tower.hidden_size * width + 4 * tower.hidden_size // tower.num_heads + 24))
     largest = max(needs, key=lambda name: needs[name])
     return Programs(temporaries=needs[largest], results=2 * results, source="estimated", largest=largest)

@@ -1,6 +1,6 @@
-"""Will a model fit on these GPUs, how would it be split, and how fast would it be? Needs a config.json, and no GPU.
+"""Plans a deployment: whether a model fits on given GPUs, the mesh, settings and speed. Needs only a config.json.
 
-Bytes are those of the engine's own shapes (plan_memory), times those of the roofline that simulations use (plan_speed).
+Bytes come from the engine's shapes (memory.py), times from the roofline that simulations use (speed.py).
 """
 
 import dataclasses
@@ -17,28 +17,28 @@ from omni_jax.planner.speed import Speed, Typical, make_speed
 from omni_jax.runtime.sharding import fit
 from omni_jax.runtime.state import KVCacheDtype
 
-DEFAULT_LEN = 32768  # unless the model knows fewer positions, or --max-model-len says otherwise
-MOST_SEQS = 256  # the engine's default on a GPU, and for how many are planned at most unless they are asked for
-MOST_TOKENS, FEWEST_TOKENS = 8192, 512  # of a step; the first is the engine's default on a GPU
-MOST_SHARE = 0.95  # of the memory, that is proposed
-SHORTEST = 256  # tokens: a shorter max_model_len is not proposed
-NODE = 8  # devices that NVLink connects
+DEFAULT_LEN = 32768  # default of max_model_len, if the model has as many positions
+MAX_SEQS = 256  # largest max_num_seqs that the planner chooses: the engine's default on a GPU
+MAX_TOKENS, MIN_TOKENS = 8192, 512  # bounds of max_num_batched_tokens that the planner chooses
+MAX_UTILIZATION = 0.95  # largest gpu_memory_utilization that a remedy proposes
+SHORTEST = 256  # smallest max_model_len that a remedy proposes
+NODE = 8  # GPUs that NVLink connects
 
-Compile = Callable[[ModelConfig, Settings, int], Programs]  # the last is the mesh's model axis
+Compile = Callable[[ModelConfig, Settings, int], Programs]  # the int is the model axis of the mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be planned. None leaves it to the planner.
+class PlanOptions:
+    """Input of a plan. None: the planner chooses.
 
     Attributes:
-        config: a config.json.
+        config: content of the model's config.json.
         gpu: a key of cost.GPUS.
-        num: GPUs.
+        num: number of GPUs.
         data, model: axes of the mesh; both or neither.
-        typical: what requests are like, for tokens a second and max_num_seqs.
-        link_bandwidth: bytes/s in one direction between devices, in place of the GPU's NVLink.
-        others: EngineConfig's fields.
+        typical: typical request, for tokens per second and max_num_seqs.
+        link_bandwidth: bytes/s between GPUs in one direction, instead of NVLink's.
+        others: fields of EngineConfig.
     """
 
     config: Mapping[str, Any]
@@ -61,11 +61,11 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One change that makes a model fit which does not.
+    """A change that makes the model fit.
 
     Attributes:
-        flags: what to give instead.
-        requests: full-length requests that then fit on a replica.
+        flags: flags to add or change.
+        requests: number of full-length requests that then fit on a replica.
     """
 
     flags: str
@@ -74,21 +74,21 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer.
+    """Result of the planner.
 
     Attributes:
-        architecture, parameters: of the model.
-        gpu, gpu_key: its name, and its key in cost.GPUS.
-        num, data, model, idle: GPUs, the mesh's axes, GPUs outside it.
-        settings: what to start the engine with.
-        memory: of each device.
-        programs: what they need.
-        fits: whether there is room for a request of max_model_len.
-        tokens: of the KV cache of a replica.
-        full_requests, typical_requests: of max_model_len, and of the typical length, that it holds at once.
-        speed: what to expect; None if it does not fit.
-        remedies: what would make it fit, if it does not.
-        notes: what else is to be said, a sentence each.
+        architecture, parameters: architecture of the model, and its number of parameters.
+        gpu, gpu_key: name of the GPU, and its key in cost.GPUS.
+        num, data, model, idle: number of GPUs, axes of the mesh, number of GPUs outside it.
+        settings: settings of the engine.
+        memory: memory of each device.
+        programs: memory of programs.
+        fits: whether the KV cache holds a request of max_model_len.
+        tokens: tokens that the KV cache of a replica holds.
+        full_requests, typical_requests: requests of max_model_len, and of the typical length, that it holds at once.
+        speed: predicted speed; None if the model does not fit.
+        remedies: changes that make it fit, if it does not.
+        notes: further remarks, a sentence each.
     """
 
     architecture: str
@@ -115,80 +115,79 @@ class Plan:
         return f"data={self.data},model={self.model}"
 
 
-def make_plan(asked: Asked, compile_programs: Compile | None = None) -> Plan:
-    """Plans.
+def make_plan(options: PlanOptions, compile_programs: Compile | None = None) -> Plan:
+    """Plan a deployment.
 
     Args:
-        compile_programs: compiles the largest programs for the GPU; without it their temporaries are estimated.
+        compile_programs: compiles the largest programs for the GPU; None: their memory is estimated.
 
     Raises:
-        ValueError: an unknown GPU, settings that cannot be, a mesh that is larger than the GPUs or does not divide the
+        ValueError: unknown GPU, invalid settings, or a mesh that needs more GPUs than there are or does not divide the
             model; the numbers are in the message.
-        UnsupportedModel: the engine does not run the model.
+        UnsupportedModel: the engine does not support the model.
     """
-    model, gpu = model_config(asked.config), _gpu(asked)
-    _check(asked, model)
-    data, axis = _mesh(asked, model, gpu)
-    settings, programs, memory = _settle(asked, model, gpu, axis)
-    notes = list(_notes(asked, data, axis))
+    model, gpu = model_config(options.config), _gpu(options)
+    _check(options, model)
+    data, axis = _mesh(options, model, gpu)
+    settings, programs, memory = _settle(options, model, gpu, axis)
+    notes = list(_notes(options, data, axis))
     if compile_programs is not None:
         programs = compile_programs(model, settings, axis)
         memory = device_memory(model, settings, total=gpu.memory_bytes, devices=axis, programs=programs)
     fits = _full_requests(memory, settings) >= 1
     speed = None
     if fits:
-        speed = make_speed(_cost(asked, gpu, model, settings, axis), settings, memory, asked.typical, data)
+        speed = make_speed(_cost(options, gpu, model, settings, axis), settings, memory, options.typical, data)
     return Plan(
         architecture=model.architecture,
-        parameters=ModelSizes.from_config(asked.config).parameters,
+        parameters=ModelSizes.from_config(options.config).parameters,
         gpu=gpu.name,
-        gpu_key=asked.gpu.lower(),
-        num=asked.num,
+        gpu_key=options.gpu.lower(),
+        num=options.num,
         data=data,
         model=axis,
-        idle=asked.num - data * axis,
+        idle=options.num - data * axis,
         settings=settings,
         memory=memory,
         programs=programs,
         fits=fits,
         tokens=memory.num_blocks * settings.block_size,
         full_requests=_full_requests(memory, settings),
-        typical_requests=_typical_requests(memory, settings, asked.typical),
+        typical_requests=_typical_requests(memory, settings, options.typical),
         speed=speed,
-        remedies=() if fits else tuple(_remedies(asked, model)),
+        remedies=() if fits else tuple(_remedies(options, model)),
         notes=tuple(notes),
     )
 
 
-def _gpu(asked: Asked) -> Gpu:
-    gpu = gpu_named(asked.gpu)
-    return gpu if asked.link_bandwidth is None else dataclasses.replace(gpu, link_bandwidth=asked.link_bandwidth)
+def _gpu(options: PlanOptions) -> Gpu:
+    gpu = gpu_named(options.gpu)
+    return gpu if options.link_bandwidth is None else dataclasses.replace(gpu, link_bandwidth=options.link_bandwidth)
 
 
-def _check(asked: Asked, model: ModelConfig) -> None:
-    if asked.num < 1:
-        raise ValueError(f"--num must be at least 1, got {asked.num}")
-    if asked.max_model_len is not None and asked.max_model_len > model.max_position_embeddings:
+def _check(options: PlanOptions, model: ModelConfig) -> None:
+    if options.num < 1:
+        raise ValueError(f"--num must be at least 1, got {options.num}")
+    if options.max_model_len is not None and options.max_model_len > model.max_position_embeddings:
         raise ValueError(
-            f"--max-model-len {asked.max_model_len} is more than the {model.max_position_embeddings} positions the "
-            "model was made for"
+            f"--max-model-len {options.max_model_len} exceeds the model's {model.max_position_embeddings} positions"
         )
-    if asked.data is not None and asked.model is not None:
-        if asked.data * asked.model > asked.num:
+    if options.data is not None and options.model is not None:
+        if options.data * options.model > options.num:
             raise ValueError(
-                f"a mesh of data={asked.data}, model={asked.model} needs {asked.data * asked.model} GPUs, --num is "
-                f"{asked.num}"
+                f"a mesh of data={options.data}, model={options.model} needs {options.data * options.model} GPUs, but "
+                f"--num is {options.num}"
             )
-        fit(model, asked.model)
+        fit(model, options.model)
 
 
-def _mesh(asked: Asked, model: ModelConfig, gpu: Gpu) -> tuple[int, int]:
-    """(data, model): the smallest model axis that fits; the largest there can be, where none does."""
-    if asked.data is not None and asked.model is not None:
-        return asked.data, asked.model
-    axes = [axis for axis in range(1, asked.num + 1) if _divides(model, axis)]
-    axis = next((axis for axis in axes if _fits(asked, model, gpu, axis)), axes[-1])
-    return asked.num // axis, axis
+def _mesh(options: PlanOptions, model: ModelConfig, gpu: Gpu) -> tuple[int, int]:
+    """Return (data, model) with the smallest model axis that fits; if none does, with the largest that divides."""
+    if options.data is not None and options.model is not None:
+        return options.data, options.model
+    axes = [axis for axis in range(1, options.num + 1) if _divides(model, axis)]
+    axis = next((axis for axis in axes if _fits(options, model, gpu, axis)), axes[-1])
+    return options.num // axis, axis
 
 
 def _divides(model: ModelConfig, axis: int) -> bool:
@@ -199,51 +198,51 @@ def _divides(model: ModelConfig, axis: int) -> bool:
     return True
 
 
-def _fits(asked: Asked, model: ModelConfig, gpu: Gpu, axis: int) -> bool:
-    settings, _, memory = _settle(asked, model, gpu, axis)
+def _fits(options: PlanOptions, model: ModelConfig, gpu: Gpu, axis: int) -> bool:
+    settings, _, memory = _settle(options, model, gpu, axis)
     return _full_requests(memory, settings) >= 1
 
 
-def _settle(asked: Asked, model: ModelConfig, gpu: Gpu, axis: int) -> tuple[Settings, Programs, DeviceMemory]:
-    """Settings for so many devices, the planner's where none were given, and what a device then holds.
+def _settle(options: PlanOptions, model: ModelConfig, gpu: Gpu, axis: int) -> tuple[Settings, Programs, DeviceMemory]:
+    """Return the settings for a model axis, with the memory of programs and of each device.
 
-    max_num_batched_tokens: the least with which a prompt is computed nearly as fast as with the most. max_num_seqs: the
-    most, in powers of two, whose typical requests the cache holds.
+    The planner chooses settings that are None. max_num_batched_tokens: the smallest with which a prompt is computed
+    nearly as fast as with the largest. max_num_seqs: the largest power of two of typical requests that the cache holds.
     """
     settings = Settings(
-        max_model_len=asked.max_model_len or min(DEFAULT_LEN, model.max_position_embeddings),
-        max_num_seqs=asked.max_num_seqs or MOST_SEQS,
-        max_num_batched_tokens=asked.max_num_batched_tokens or MOST_TOKENS,
-        block_size=asked.block_size,
-        dtype=_dtype(asked.dtype, model.dtype),
-        kv_cache_dtype=asked.kv_cache_dtype,
-        gpu_memory_utilization=asked.gpu_memory_utilization,
-        max_pixels=asked.max_pixels,
-        encoder_cache_tokens=asked.encoder_cache_tokens,
+        max_model_len=options.max_model_len or min(DEFAULT_LEN, model.max_position_embeddings),
+        max_num_seqs=options.max_num_seqs or MAX_SEQS,
+        max_num_batched_tokens=options.max_num_batched_tokens or MAX_TOKENS,
+        block_size=options.block_size,
+        dtype=_dtype(options.dtype, model.dtype),
+        kv_cache_dtype=options.kv_cache_dtype,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        max_pixels=options.max_pixels,
+        encoder_cache_tokens=options.encoder_cache_tokens,
     )
-    if asked.max_num_batched_tokens is None:
-        tokens = _fewest_tokens(_cost(asked, gpu, model, settings, axis), at_least=asked.max_num_seqs or 1)
+    if options.max_num_batched_tokens is None:
+        tokens = _smallest_step(_cost(options, gpu, model, settings, axis), at_least=options.max_num_seqs or 1)
         settings = dataclasses.replace(settings, max_num_batched_tokens=tokens)
-    if settings.max_num_batched_tokens < (asked.max_num_seqs or 1):
+    if settings.max_num_batched_tokens < (options.max_num_seqs or 1):
         raise ValueError(
             f"--max-num-batched-tokens ({settings.max_num_batched_tokens}) must be at least --max-num-seqs "
-            f"({asked.max_num_seqs})"
+            f"({options.max_num_seqs})"
         )
-    seqs = asked.max_num_seqs or min(MOST_SEQS, settings.max_num_batched_tokens)
+    seqs = options.max_num_seqs or min(MAX_SEQS, settings.max_num_batched_tokens)
     while True:
         settings = dataclasses.replace(settings, max_num_seqs=seqs)
         programs = estimated_programs(model, settings, axis)
         memory = device_memory(model, settings, total=gpu.memory_bytes, devices=axis, programs=programs)
-        enough = _full_requests(memory, settings) >= 1 and _typical_requests(memory, settings, asked.typical) >= seqs
-        if enough or seqs == 1 or asked.max_num_seqs is not None:
+        enough = _full_requests(memory, settings) >= 1 and _typical_requests(memory, settings, options.typical) >= seqs
+        if enough or seqs == 1 or options.max_num_seqs is not None:
             return settings, programs, memory
         seqs //= 2
 
 
-def _cost(asked: Asked, gpu: Gpu, model: ModelConfig, settings: Settings, axis: int) -> Roofline:
-    """The roofline of a replica, as simulations have it."""
+def _cost(options: PlanOptions, gpu: Gpu, model: ModelConfig, settings: Settings, axis: int) -> Roofline:
+    """Return the roofline of a replica, as simulations use it."""
     return Roofline(
-        sizes=ModelSizes.from_config(asked.config),
+        sizes=ModelSizes.from_config(options.config),
         gpu=gpu,
         devices=axis,
         dtype_bytes=settings.dtype.itemsize,
@@ -252,14 +251,14 @@ def _cost(asked: Asked, gpu: Gpu, model: ModelConfig, settings: Settings, axis: 
     )
 
 
-def _fewest_tokens(cost: Roofline, *, at_least: int) -> int:
-    """The smallest power of two with which a token of a prompt takes at most a tenth longer than with MOST_TOKENS."""
+def _smallest_step(cost: Roofline, *, at_least: int) -> int:
+    """Return the smallest power of two with which a prompt token takes at most a tenth longer than with MAX_TOKENS."""
 
     def per_token(tokens: int) -> float:
         return dataclasses.replace(cost, chunk_tokens=tokens).prefill_seconds(tokens, 0) / tokens
 
-    tokens = FEWEST_TOKENS
-    while tokens < MOST_TOKENS and (tokens < at_least or per_token(tokens) > 1.1 * per_token(MOST_TOKENS)):
+    tokens = MIN_TOKENS
+    while tokens < MAX_TOKENS and (tokens < at_least or per_token(tokens) > 1.1 * per_token(MAX_TOKENS)):
         tokens *= 2
     return max(tokens, at_least)
 
@@ -273,50 +272,50 @@ def _typical_requests(memory: DeviceMemory, settings: Settings, typical: Typical
     return memory.num_blocks // -(-tokens // settings.block_size)
 
 
-def _dtype(asked: str, stored: str) -> np.dtype:
-    """As engine.loading has it."""
-    if asked not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"--dtype must be auto, float32 or bfloat16, got {asked!r}")
-    chosen = asked if asked != "auto" else stored.removeprefix("torch.")
+def _dtype(options: str, stored: str) -> np.dtype:
+    """Choose the dtype as engine.loading does."""
+    if options not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"--dtype must be auto, float32 or bfloat16, got {options!r}")
+    chosen = options if options != "auto" else stored.removeprefix("torch.")
     return np.dtype(jnp.dtype("bfloat16" if chosen == "float16" else chosen))
 
 
-def _notes(asked: Asked, data: int, axis: int) -> Iterator[str]:
-    idle = asked.num - data * axis
+def _notes(options: PlanOptions, data: int, axis: int) -> Iterator[str]:
+    idle = options.num - data * axis
     if idle:
-        yield f"{idle} of {asked.num} GPUs are left over: a mesh of data={data}, model={axis} has {data * axis}"
-    if axis > NODE and asked.link_bandwidth is None:
+        yield f"{idle} of {options.num} GPUs are unused: a mesh of data={data}, model={axis} has {data * axis}"
+    if axis > NODE and options.link_bandwidth is None:
         yield (
-            f"a model axis of {axis} reaches beyond a node of {NODE}: all-reduces are predicted at NVLink's speed, "
-            "give --link-gb-per-second for the network between nodes"
+            f"a model axis of {axis} is larger than a node of {NODE} GPUs, but all-reduces are predicted at NVLink's "
+            "speed: set --link-gb-per-second to that of the network"
         )
 
 
-def _remedies(asked: Asked, model: ModelConfig) -> Iterator[Remedy]:
-    """Changes each of which would do: more GPUs, less memory taken, other GPUs."""
-    free = dataclasses.replace(asked, data=None, model=None)
-    for num in range(asked.num + 1, 8 * NODE + 1):
+def _remedies(options: PlanOptions, model: ModelConfig) -> Iterator[Remedy]:
+    """Yield changes each of which is enough: more GPUs, less memory, larger GPUs."""
+    free = dataclasses.replace(options, data=None, model=None)
+    for num in range(options.num + 1, 8 * NODE + 1):
         if (requests := _room(dataclasses.replace(free, num=num), model)) is not None:
             yield Remedy(flags=f"--num {num}", requests=requests)
             break
-    yield from _savings(asked, model)
+    yield from _savings(options, model)
     for name, gpu in GPUS.items():
-        if gpu.memory_bytes <= GPUS[asked.gpu.lower()].memory_bytes:
+        if gpu.memory_bytes <= GPUS[options.gpu.lower()].memory_bytes:
             continue
         if (requests := _room(dataclasses.replace(free, gpu=name), model)) is not None:
             yield Remedy(flags=f"--gpu {name}", requests=requests)
 
 
-def _savings(asked: Asked, model: ModelConfig) -> Iterator[Remedy]:
-    """On the same GPUs: int8, a larger share of the memory, or both; and a shorter max_model_len, by itself or where
-    they are not enough."""
+def _savings(options: PlanOptions, model: ModelConfig) -> Iterator[Remedy]:
+    """Yield changes on the same GPUs: int8, a larger share of the memory, or both; with a shorter max_model_len if that
+    is needed."""
     changes: list[dict[str, Any]] = [{}]
-    if asked.kv_cache_dtype == "auto":
+    if options.kv_cache_dtype == "auto":
         changes.append({"kv_cache_dtype": "int8"})
-    if asked.gpu_memory_utilization < MOST_SHARE:
-        changes += [change | {"gpu_memory_utilization": MOST_SHARE} for change in changes]
+    if options.gpu_memory_utilization < MAX_UTILIZATION:
+        changes += [change | {"gpu_memory_utilization": MAX_UTILIZATION} for change in changes]
     for change in changes:
-        changed = dataclasses.replace(asked, **change)
+        changed = dataclasses.replace(options, **change)
         gpu = _gpu(changed)
         _, axis = _mesh(changed, model, gpu)
         settings, _, memory = _settle(changed, model, gpu, axis)
@@ -324,13 +323,13 @@ def _savings(asked: Asked, model: ModelConfig) -> Iterator[Remedy]:
         if requests := _full_requests(memory, settings):
             yield Remedy(flags=" ".join(flags), requests=requests)
         elif (length := memory.num_blocks * settings.block_size) >= SHORTEST:
-            # All there is room for: it is less than a request of max_model_len.
+            # The whole cache, which is shorter than a request of max_model_len.
             yield Remedy(flags=" ".join([*flags, f"--max-model-len {length}"]), requests=1)
 
 
-def _room(asked: Asked, model: ModelConfig) -> int | None:
-    """Full-length requests that fit; None where not even one does."""
-    gpu = _gpu(asked)
-    _, axis = _mesh(asked, model, gpu)
-    settings, _, memory = _settle(asked, model, gpu, axis)
+def _room(options: PlanOptions, model: ModelConfig) -> int | None:
+    """Return the number of full-length requests that fit; None if none does."""
+    gpu = _gpu(options)
+    _, axis = _mesh(options, model, gpu)
+    settings, _, memory = _settle(options, model, gpu, axis)
     return _full_requests(memory, settings) or None

@@ -1,4 +1,4 @@
-"""A plan for people to read, and for programs."""
+"""Prints a plan for people, and converts it to JSON for programs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from rich.text import Text
 from omni_jax.planner.plan import Plan
 from omni_jax.planner.speed import Speed
 
-BAR = 24  # characters of all of a device's memory
+BAR = 24  # characters of the bar of a whole device
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Every field of the plan, by its name; dtypes by theirs. Sizes in bytes, times in seconds."""
+    """Return every field of the plan by name. Sizes are in bytes, times in seconds, dtypes are names."""
     found = dataclasses.asdict(plan, dict_factory=_plain)
     return found | {"mesh": plan.mesh, "serve_flags": list(serve_flags(plan))}
 
@@ -26,7 +26,7 @@ def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def serve_flags(plan: Plan) -> Iterator[str]:
-    """What to give `omni-jax serve`, flag and value in turn."""
+    """Yield the flags of `omni-jax serve`, each followed by its value."""
     settings = plan.settings
     if plan.model > 1:
         yield from ("--tensor-parallel-size", str(plan.model))
@@ -41,7 +41,7 @@ def serve_flags(plan: Plan) -> Iterator[str]:
 
 
 def show(plan: Plan, name: str, console: Console) -> None:
-    """Prints it."""
+    """Print a plan."""
     console.print(_verdict(plan, name), soft_wrap=True)
     console.print()
     console.print(_memory(plan))
@@ -64,7 +64,7 @@ def _verdict(plan: Plan, name: str) -> Text:
         return Text.assemble(("FITS", "bold green"), f"  {what} on {where}")
     text = Text.assemble(("DOES NOT FIT", "bold red"), f"  {what} on {where}: {_missing(plan)}")
     if not plan.remedies:
-        return text.append("\nNothing that was tried makes it fit: more or larger GPUs, int8, a shorter context.")
+        return text.append("\nNone of these makes it fit: more or larger GPUs, int8, a shorter context.")
     text.append("\nEach of these lines would make it fit:")
     for remedy in plan.remedies:
         text.append(f"\n  {remedy.flags}  ({remedy.requests} full-length request(s) a replica)")
@@ -74,13 +74,13 @@ def _verdict(plan: Plan, name: str) -> Text:
 def _missing(plan: Plan) -> str:
     memory, settings = plan.memory, plan.settings
     if not plan.tokens:
-        return f"a device is {_gb(max(0, -memory.free))} short before it has any KV cache"
-    return f"the KV cache holds {plan.tokens:,} tokens, a request may have {settings.max_model_len:,}"
+        return f"a device lacks {_gb(max(0, -memory.free))}, without any KV cache"
+    return f"the KV cache holds {plan.tokens:,} tokens, fewer than a request of {settings.max_model_len:,}"
 
 
 def _memory(plan: Plan) -> Table:
     memory = plan.memory
-    table = Table(title=f"memory of each device, {_gb(memory.total)}", title_justify="left", box=None)
+    table = Table(title=f"memory of each device: {_gb(memory.total)}", title_justify="left", box=None)
     table.add_column("")
     table.add_column("bytes", justify="right")
     table.add_column("GB", justify="right")
@@ -90,10 +90,10 @@ def _memory(plan: Plan) -> Table:
         ("KV cache", memory.kv_cache),
         (f"temporaries ({plan.programs.source})", memory.temporaries),
         ("results of two steps", memory.results),
-        ("features of images", memory.features),
-        ("state of sequences", memory.state),
+        ("image features", memory.features),
+        ("sequence state", memory.state),
         ("free", max(0, memory.free)),
-        ("left to others", memory.reserved),
+        ("reserved", memory.reserved),
     ]
     for what, nbytes in rows:
         share = nbytes / memory.total
@@ -122,7 +122,7 @@ def _speed(plan: Plan, speed: Speed) -> Group:
     for rows in sorted({step.rows for step in speed.decode}):
         decode.add_row(f"{rows}", *(cells.get((rows, context), "-") for context in contexts))
 
-    prefill = Table(title="prompt, alone", title_justify="left", box=None)
+    prefill = Table(title="prompt on an idle engine", title_justify="left", box=None)
     for column in ("tokens", "ms to the first token", "tokens/s", ""):
         prefill.add_column(column, justify="right")
     for step in speed.prefill:
@@ -130,7 +130,7 @@ def _speed(plan: Plan, speed: Speed) -> Group:
             f"{step.tokens:,}", f"{1e3 * step.seconds:.1f}", f"{step.tokens / step.seconds:,.0f}", step.bound
         )
     return Group(
-        decode, "c compute-bound, m memory-bound, - more than the cache holds", "", prefill, "", *_lines(plan, speed)
+        decode, "c: compute-bound, m: memory-bound, -: does not fit the cache", "", prefill, "", *_lines(plan, speed)
     )
 
 
@@ -138,15 +138,15 @@ def _lines(plan: Plan, speed: Speed) -> Iterator[str]:
     for each in speed.all_reduce:
         yield (
             f"all-reduce of {each.what}: {each.nbytes / 1e6:.2f} MB, {1e6 * each.seconds:.0f} us; "
-            f"{speed.all_reduces_per_step} in a step"
+            f"{speed.all_reduces_per_step} in each step"
         )
     bounds = (f"{'no batch' if b.rows is None else f'{b.rows:,} rows'} at {b.context:,}" for b in speed.compute_bound)
-    yield f"compute-bound decode from (by tokens in the cache of each row): {', '.join(bounds)}"
+    yield f"decode is compute-bound from (by context of each row): {', '.join(bounds)}"
     if speed.image_seconds is not None:
-        yield f"an image of a megapixel: {1e3 * speed.image_seconds:.0f} ms in the vision tower"
+        yield f"an image of one megapixel: {1e3 * speed.image_seconds:.0f} ms in the vision tower"
     yield (
         f"a full step of {plan.settings.max_num_batched_tokens:,} tokens: {1e3 * speed.full_step_seconds:.0f} ms, the "
-        "longest that a stream waits for other people's prompts"
+        "longest that prompts of other requests delay a stream"
     )
     typical = speed.typical
     yield (

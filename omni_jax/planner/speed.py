@@ -1,4 +1,4 @@
-"""How fast a plan would be, by the roofline that simulations use."""
+"""Predicted speed of a plan, from the roofline that simulations use."""
 
 import dataclasses
 from typing import Literal
@@ -7,7 +7,7 @@ from omni_jax.cost import Roofline, StepShape, causal_pairs
 from omni_jax.cost.roofline import ACTIVATION_BYTES
 from omni_jax.planner.memory import DeviceMemory, Settings
 
-IMAGE_PIXELS = 1_003_520  # what the engine resizes larger images to
+IMAGE_PIXELS = 1_003_520  # the engine resizes larger images to this size
 ROWS = (1, 8, 32, 64, 128, 256)
 PROMPTS = (128, 512, 2048, 8192, 32768)
 
@@ -16,11 +16,7 @@ Bound = Literal["compute", "memory"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Typical:
-    """What requests are like.
-
-    Attributes:
-        prompt_tokens, output_tokens: of each.
-    """
+    """Lengths of a typical request."""
 
     prompt_tokens: int = 1024
     output_tokens: int = 256
@@ -28,14 +24,14 @@ class Typical:
     def __post_init__(self):
         if min(self.prompt_tokens, self.output_tokens) < 1:
             raise ValueError(
-                f"requests have at least 1 token of prompt and 1 of output, got {self.prompt_tokens} and "
+                f"a request needs at least 1 prompt token and 1 output token, got {self.prompt_tokens} and "
                 f"{self.output_tokens}"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """A step of `rows` sequences that have `context` tokens each in the cache."""
+    """A step of `rows` sequences with `context` cached tokens each."""
 
     rows: int
     context: int
@@ -45,7 +41,7 @@ class DecodeStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """A prompt of `tokens`, computed alone: the time to its first token on an idle engine."""
+    """A prompt of `tokens` on an idle engine: seconds to its first token."""
 
     tokens: int
     seconds: float
@@ -54,7 +50,7 @@ class Prefill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduce:
-    """One all-reduce, of which a step has two in each layer."""
+    """An all-reduce; a step has two in each layer."""
 
     what: str
     nbytes: int
@@ -63,8 +59,8 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeBound:
-    """The fewest rows of a decode step, `context` tokens each, whose products take longer than its bytes; None: no
-    batch does."""
+    """The smallest number of rows, of `context` tokens each, with which a decode step is compute-bound; None: it never
+    is."""
 
     context: int
     rows: int | None
@@ -72,20 +68,21 @@ class ComputeBound:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What to expect of a plan.
+    """Predicted speed of a plan.
 
     Attributes:
-        decode, prefill, all_reduce, compute_bound: step times.
-        all_reduces_per_step: in a step of the text model.
-        typical: the requests that what follows is about.
-        running: of them at once, on a replica.
-        ttft_seconds: to the first token, on an idle engine.
-        full_step_seconds: of a step of max_num_batched_tokens: the longest a stream waits for other people's prompts.
-        tpot_seconds: from token to token, with `running` sequences half-way through their output.
-        output_tokens_per_second: of all replicas, kept full: each request costs its prefill and its share of the
-            decode steps.
-        requests_per_second: the same by requests.
-        image_seconds: of one image of IMAGE_PIXELS through the vision tower; None for a model without.
+        decode, prefill, all_reduce, compute_bound: times of steps and their parts.
+        all_reduces_per_step: number of all-reduces in a step of the text model.
+        typical: request that the following attributes are about.
+        running: number of such requests that run at once on a replica.
+        ttft_seconds: time to the first token, on an idle engine.
+        full_step_seconds: time of a step of max_num_batched_tokens: the longest that prompts of other requests delay a
+            stream.
+        tpot_seconds: time from token to token, with `running` sequences half-way through their output.
+        output_tokens_per_second: output of all replicas at full load: each request costs its prefill and its share of
+            the decode steps.
+        requests_per_second: throughput of all replicas at full load.
+        image_seconds: time of an image of IMAGE_PIXELS in the vision tower; None for a model without one.
     """
 
     decode: tuple[DecodeStep, ...]
@@ -104,7 +101,7 @@ class Speed:
 
 
 def make_speed(cost: Roofline, settings: Settings, memory: DeviceMemory, typical: Typical, data: int) -> Speed:
-    """Step times of a replica, and what `data` of them do together. `typical` is cut to max_model_len."""
+    """Predict the step times of a replica and the throughput of `data` replicas. `typical` is cut to max_model_len."""
     longest = settings.max_model_len
     prompt = min(typical.prompt_tokens, longest - 1)
     output = min(typical.output_tokens, longest - prompt)
@@ -116,7 +113,7 @@ def make_speed(cost: Roofline, settings: Settings, memory: DeviceMemory, typical
     prompts = sorted({n for n in PROMPTS if n < longest} | {longest})
     ttft = cost.prefill_seconds(prompt, 0)
     tpot = cost.decode_seconds(running, running * (prompt + output // 2))
-    # In the time that `running` requests take, all are prefilled once and decode together.
+    # `running` requests are prefilled one after another, and decode together.
     seconds = running * ttft + output * tpot
     return Speed(
         decode=tuple(_decode(cost, n, context) for context in contexts for n in rows if n * context <= held),

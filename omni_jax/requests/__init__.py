@@ -1,4 +1,4 @@
-"""What a client asked for and what it gets back: plain frozen data, no JAX, no I/O."""
+"""Requests, their parameters and the engine's outputs: plain data, no JAX, no I/O."""
 
 from omni_jax.requests.errors import EngineError, InvalidRequest, Unavailable
 from omni_jax.requests.media import MediaModality, MediaSpan

@@ -1,11 +1,11 @@
-"""The errors that cross the engine's boundary."""
+"""Errors that the engine raises to its callers."""
 
 
 class InvalidRequest(ValueError):
-    """The client asked for something that cannot be done: answered with a 400 that names the field.
+    """A request that cannot be served as sent. The server answers 400 and names the field.
 
     Attributes:
-        param: the offending field, as the OpenAI protocol names it, or None when no single field is to blame.
+        param: Name of the offending field in the OpenAI protocol; None if no single field is at fault.
     """
 
     def __init__(self, message: str, *, param: str | None = None):
@@ -14,8 +14,8 @@ class InvalidRequest(ValueError):
 
 
 class EngineError(RuntimeError):
-    """The engine itself failed: the request is lost through no fault of the client (a 500)."""
+    """The engine failed; the request is lost through no fault of the client. The server answers 500."""
 
 
 class Unavailable(EngineError):
-    """The engine takes no new request now: the queue is full, or it is shutting down (a 503)."""
+    """The engine accepts no new request: its queue is full, or it is shutting down. The server answers 503."""

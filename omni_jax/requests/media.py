@@ -1,5 +1,4 @@
-"""Images and video in a prompt, as the engine takes them: placeholder tokens, and the patches whose features replace
-them."""
+"""Images and video in a prompt: placeholder tokens, and the patches whose features replace them."""
 
 import dataclasses
 from typing import Literal
@@ -11,20 +10,21 @@ MediaModality = Literal["image", "video"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MediaSpan:
-    """A run of placeholder tokens, and the patches whose features stand there: one image, or one temporal step of a
-    video (which is as many frames as the tower merges into a patch). Steps of a video do not attend to each other in
-    the tower, so each is encoded, cached and passed by itself, and a long video needs no more room than one step.
+    """Placeholder tokens and the patches whose features replace them: one image, or one temporal step of a video.
+
+    A temporal step is as many frames as the tower merges into one patch. The steps of a video do not attend to each
+    other in the tower, so each is encoded, cached and released on its own, and a long video needs no more room than
+    one step.
 
     Attributes:
-        key: digest of everything the features depend on, and of nothing else; equal keys share one entry of the
-            encoder cache.
-        modality: what it is counted as.
-        start: place of its first placeholder in the prompt.
-        length: placeholders: rows * columns / merge_size ** 2.
+        key: Digest of everything the features depend on, and nothing else. Spans with equal keys share one entry of
+            the encoder cache.
+        modality: Modality that metrics count it under.
+        start: Index of its first placeholder in the prompt.
+        length: Number of placeholders: rows * columns / merge_size ** 2.
         grid: (rows, columns) of patches.
-        patches: uint8 [rows * columns, channels, frames, patch_size, patch_size], merge block after merge block and
-            row by row in each (transformers' order). One frame stands for all (a still image), else there are
-            temporal_patch_size of them.
+        patches: uint8 [rows * columns, channels, frames, patch_size, patch_size], one merge block after another, each
+            in row-major order (the order of transformers). frames is 1 for a still image, else temporal_patch_size.
     """
 
     key: bytes
@@ -36,7 +36,7 @@ class MediaSpan:
 
     @property
     def stop(self) -> int:
-        """Place behind its last placeholder."""
+        """Index after its last placeholder."""
         return self.start + self.length
 
     @property

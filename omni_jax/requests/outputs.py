@@ -1,4 +1,4 @@
-"""What the engine hands back: deltas while it runs, whole outputs at the end."""
+"""What the engine returns: deltas while a request runs, whole outputs at the end."""
 
 import dataclasses
 from typing import Literal
@@ -11,10 +11,10 @@ class TokenLogprob:
     """Log-probability of one token under the model, before temperature, penalties and cut-offs.
 
     Attributes:
-        token_id: the token.
-        logprob: natural logarithm of its probability; always finite.
-        top: the most likely (token id, logprob) pairs at this place, best first; empty when none were asked for.
-        text_offset: where the token's text begins in the continuation's text, in characters; 0 for prompt tokens.
+        token_id: Token id.
+        logprob: Natural logarithm of its probability; always finite.
+        top: The most likely (token id, logprob) pairs at this position, best first. Empty unless requested.
+        text_offset: Offset in characters of the token's text in the continuation's text; 0 for prompt tokens.
     """
 
     token_id: int
@@ -25,19 +25,19 @@ class TokenLogprob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What one step added to one continuation of one request.
+    """The output that one step added to one continuation of a request.
 
     Attributes:
-        request_id: the request.
-        index: which of its n continuations.
-        text: newly visible text; never half a character, never part of a stop string.
-        token_ids: newly generated ids, those hidden by a stop string included.
-        logprobs: of the tokens whose text has become visible; empty unless asked for.
-        prompt_logprobs: only in the first delta of index 0 when asked for: one entry a prompt token, the first None.
-        finish_reason: set in the last delta of this continuation.
-        stop_reason: the stop string or token id that ended it, when one did.
-        cached_tokens: prompt tokens that came from the prefix cache.
-        error: what went wrong, with finish_reason "error"; safe to show to a client.
+        request_id: Id of the request.
+        index: Index of the continuation, 0 to n - 1.
+        text: New text. Never ends inside a character and never contains part of a stop string.
+        token_ids: New token ids, including those that a stop string hides.
+        logprobs: Logprobs of the tokens in `text`. Empty unless requested.
+        prompt_logprobs: One entry per prompt token, the first None. Only in the first delta of index 0, if requested.
+        finish_reason: Set in the last delta of the continuation.
+        stop_reason: The stop string or token id that ended it, if one did.
+        cached_tokens: Number of prompt tokens found in the prefix cache.
+        error: Error message that is safe to show to a client; set with finish_reason "error".
     """
 
     request_id: str
@@ -66,7 +66,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A finished request: its prompt and all of its continuations, by index."""
+    """A finished request: its prompt and its continuations, ordered by index."""
 
     request_id: str
     prompt_ids: tuple[int, ...]

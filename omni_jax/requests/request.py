@@ -1,4 +1,4 @@
-"""One request, as the engine takes it: tokens in, parameters, and a name."""
+"""A request as the engine takes it."""
 
 import dataclasses
 import functools
@@ -13,20 +13,20 @@ from omni_jax.requests.slo import SLO
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the engine is asked to continue.
+    """A prompt to continue, and how.
 
     Attributes:
-        id: unique among live requests; the engine refuses a second one of the same name.
-        prompt_ids: token ids, at least one; placeholders of media are among them, one a feature.
-        params: sampling and stopping parameters.
-        arrival: seconds on the engine's clock; orders the queue and times the first token.
-        media: what replaces the placeholders, in order; no two overlap.
-        positions: int32 [3, prompt], rotary positions (time, height, width) of the prompt's tokens, for a model with
-            M-RoPE; None is 0, 1, 2, ... on all three.
-        segments: the prompt's, in order, with deadlines; none is the same as one that covers it all.
-        slo: what the client was promised; None is nothing.
-        cache_salt: requests share blocks of the prefix cache only with those of the same salt.
-        forced_ids: output tokens that are given and not sampled (teacher forcing): output i is forced_ids[i].
+        id: Unique among live requests; the engine rejects a duplicate.
+        prompt_ids: Token ids, at least one. Media placeholders are among them, one per feature.
+        params: Sampling and stopping parameters.
+        arrival: Arrival time in seconds on the engine's clock. Time to first token is measured from it.
+        media: Images and video that replace the placeholders, in order, without overlap.
+        positions: int32 [3, prompt], rotary positions (time, height, width) of the prompt's tokens, for models with
+            M-RoPE. None means 0, 1, 2, ... on all three axes.
+        segments: Segments of the prompt, in order, with deadlines. Empty is the same as one that covers it all.
+        slo: Service level objectives, if any.
+        cache_salt: Requests share cached blocks only with requests that have the same salt.
+        forced_ids: Output tokens that are given instead of sampled (teacher forcing): output i is forced_ids[i].
     """
 
     id: str
@@ -42,11 +42,13 @@ class Request:
 
     @functools.cached_property
     def position_delta(self) -> int:
-        """What is added to the place of a generated token to get its rotary position. The position behind the prompt
-        is one more than the largest in it, which for images is less than the number of tokens."""
+        """Offset from the index of a generated token to its rotary position.
+
+        Rotary positions go on after the largest one in the prompt, which with images is less than its token count.
+        """
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.prompt_ids)
 
     @functools.cached_property
     def segment_stops(self) -> tuple[int, ...]:
-        """Where each segment ends."""
+        """The stop index of each segment."""
         return tuple(segment.stop for segment in self.segments)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from omni_jax.requests.errors import InvalidRequest
 
-MAX_LOGPROBS = 20  # alternatives the head returns a token; the compiled top_k is this wide
-MAX_LOGIT_BIAS = 300  # pairs a slot has room for on the device; OpenAI's own limit
+MAX_LOGPROBS = 20  # width of the top-k that the head computes
+MAX_LOGIT_BIAS = 300  # pairs that a slot holds on the device; OpenAI's limit
 MAX_STOP_STRINGS = 16
-MAX_STOP_TOKEN_IDS = 64  # room a slot has on the device for ids suppressed by min_tokens, EOS ids included
+MAX_STOP_TOKEN_IDS = 64  # ids that min_tokens suppresses, EOS included, that a slot holds on the device
 MAX_N = 128
-MAX_REPETITION_PENALTY = 1e30  # what float32 holds
-GREEDY_TEMPERATURE = 1e-5  # at or below this, the most likely token is taken
+MAX_REPETITION_PENALTY = 1e30  # below the float32 maximum
+GREEDY_TEMPERATURE = 1e-5  # the most likely token is taken at this temperature and below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,24 +20,24 @@ class SamplingParams:
     """Sampling and stopping parameters of one request.
 
     Attributes:
-        n: continuations of the same prompt.
-        temperature: divides the logits; 0 is greedy.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p.
-        min_p: keep tokens at least min_p times as likely as the most likely one.
-        repetition_penalty: divides (multiplies, when negative) logits of tokens seen in prompt or output.
-        presence_penalty: subtracted from logits of tokens seen in the output.
-        frequency_penalty: subtracted once for each time a token was seen in the output.
-        logit_bias: token id -> number added to its logit, each in [-100, 100].
-        seed: two requests with the same seed, prompt and parameters draw the same tokens; None draws a fresh one.
-        max_tokens: most tokens to generate; None is all the context has room for; 0 generates none (scoring).
-        min_tokens: no end of sequence before this many tokens.
-        stop: strings that end the output; they are not part of it unless include_stop_str_in_output.
-        stop_token_ids: token ids that end the output, besides the model's own EOS ids.
-        ignore_eos: go on past the model's EOS ids.
-        logprobs: log-probabilities of the chosen token and of this many alternatives; None gives none.
-        prompt_logprobs: the same for each prompt token but the first.
-        skip_special_tokens: leave special tokens out of the text.
+        n: Number of continuations of the prompt.
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: Keep the smallest set of most likely tokens whose probabilities sum to top_p.
+        min_p: Keep tokens at least min_p times as likely as the most likely one.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output.
+        presence_penalty: Subtracted from the logits of tokens in the output.
+        frequency_penalty: Subtracted from a token's logit once for each time it occurs in the output.
+        logit_bias: Token id -> number added to its logit, each in [-100, 100].
+        seed: Requests with the same seed, prompt and parameters draw the same tokens. None draws a fresh seed.
+        max_tokens: Maximum number of tokens to generate. None is all that the context leaves; 0 only scores the prompt.
+        min_tokens: Number of tokens before which no EOS or stop token is sampled.
+        stop: Strings that end the output; they are left out of it unless include_stop_str_in_output.
+        stop_token_ids: Token ids that end the output, in addition to the model's EOS ids.
+        ignore_eos: Continue after the model's EOS ids.
+        logprobs: Number of most likely tokens whose logprobs are returned with the chosen token's. None returns none.
+        prompt_logprobs: The same for each prompt token but the first.
+        skip_special_tokens: Leave special tokens out of the text.
     """
 
     n: int = 1
@@ -81,17 +81,17 @@ class SamplingParams:
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
             )
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
+            raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequest("stop strings must be non-empty strings", param="stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
             raise InvalidRequest(
-                f"at most {MAX_STOP_TOKEN_IDS // 2} stop_token_ids, got {len(self.stop_token_ids)}",
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS // 2} ids, got {len(self.stop_token_ids)}",
                 param="stop_token_ids",
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
-                f"logit_bias has room for {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}", param="logit_bias"
+                f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}", param="logit_bias"
             )
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, None)
@@ -105,7 +105,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the head must change logits before it samples (variant `full`)."""
+        """Whether logits are changed before sampling, which needs the head variant `full`."""
         return bool(
             self.logit_bias
             or self.min_tokens
@@ -115,12 +115,12 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequest when a token id named by the parameters is not in [0, vocab_size)."""
+        """Raises InvalidRequest if a token id in the parameters is outside [0, vocab_size)."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 if token >= vocab_size:
                     raise InvalidRequest(
-                        f"{name} names token id {token}, but the vocabulary has {vocab_size} tokens "
+                        f"{name} contains token id {token}, but the vocabulary has {vocab_size} tokens "
                         f"(0 to {vocab_size - 1})",
                         param=name,
                     )

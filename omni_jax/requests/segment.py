@@ -1,4 +1,4 @@
-"""A segment of a request, the unit that the scheduler works in. omni_jax/segments cuts prompts into segments."""
+"""A segment of a request, the scheduler's unit of work. omni_jax/segments cuts prompts into segments."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -14,13 +14,13 @@ class Segment:
     """A contiguous token range of one sequence, with one modality and one compute class.
 
     Attributes:
-        start: place of its first token in the sequence.
-        stop: place behind its last token.
-        modality: what it is counted as.
-        label: what a person calls it: "sentence 3", "left".
-        compute: what kind of work it is.
-        priority: smaller is more urgent, as in vLLM.
-        deadline: seconds on the engine's clock; infinite where nothing is due.
+        start: Index of its first token in the sequence.
+        stop: Index after its last token.
+        modality: Modality that metrics count it under.
+        label: Name to display, such as "sentence 3" or "left".
+        compute: Kind of work.
+        priority: Smaller is more urgent, as in vLLM.
+        deadline: Due time in seconds on the engine's clock; infinite without an objective.
     """
 
     start: int

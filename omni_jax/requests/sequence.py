@@ -1,4 +1,4 @@
-"""One continuation of a request, while it is being computed."""
+"""The scheduling state of one continuation of a request."""
 
 import bisect
 import dataclasses
@@ -8,18 +8,18 @@ from omni_jax.requests.outputs import FinishReason
 from omni_jax.requests.request import Request
 from omni_jax.requests.segment import Segment
 
-Parcel = Any  # what a scheduling.blocks.Swap knows swapped blocks by
+Parcel = Any  # the handle that a scheduling.blocks.Swap returns for swapped blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Swapped:
-    """Blocks of a sequence that are not on the device.
+    """Blocks of a sequence that were swapped out of the device.
 
     Attributes:
-        parcel: what the Swap knows them by.
-        first: place of the first of them among the sequence's blocks.
-        count: how many.
-        computed, dropped: the sequence's, once they are back.
+        parcel: Handle of the blocks in the Swap.
+        first: Index of the first of them among the sequence's blocks.
+        count: Number of blocks.
+        computed, dropped: Values that the sequence's attributes have again once the blocks are back.
     """
 
     parcel: Parcel
@@ -31,40 +31,41 @@ class Swapped:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Sequence:
-    """What the scheduler knows of one continuation.
+    """The scheduling state of one continuation.
 
-    Tokens are `known` (the host has read them) or `pending` (sampled on the device, not read yet). `computed` of them
-    have their keys and values in the cache. Prefill, chunks of it, decode and recomputation are all the same:
-    computed chases known + pending.
+    Its tokens are `known` (read by the host) or `pending` (sampled on the device, not read yet). The first `computed`
+    of them have their keys and values in the cache. Prefill, chunked prefill, decode and recomputation are the same
+    operation: they advance `computed` towards known + pending.
 
     Attributes:
-        request: what is being continued.
-        index: which of the request's n continuations.
-        order: smaller goes first: (arrival number of the request, index).
-        max_output: most tokens it may generate; 0 for a request that only scores its prompt.
-        known: prompt and output ids.
-        pending: tokens sampled by steps whose result was not read; at most 1 whenever a step is planned.
-        computed: tokens in the cache, counting steps that were dispatched and not read.
-        blocks: blocks of the cache it holds, in order.
-        on_device: its slot's sampling state was written.
-        on_device_blocks: how many of its blocks the device's block table lists.
-        slot: its row of sampling state on the device while it runs.
-        digests: of its full blocks, as far as they were needed; see memory.prefix.
-        registered: blocks, from the first on, that the prefix cache has looked at or been given.
-        dropped: rows of the cache that compression has taken: it holds computed - dropped.
-        cached: prompt tokens that it found in the prefix cache.
-        swapped: what it has on the host.
-        children: siblings that wait for this one's prefill, to share its full blocks.
-        scored: prompt tokens whose logprobs were handed out (with prompt_logprobs).
-        media_passed: spans of the request's media that computed tokens have left behind.
-        media_held: spans whose features it has asked for; those from media_passed on it holds a reference to.
-        scheduled_at: when it first left the queue, in the engine's seconds.
-        served_at: when it was last given tokens of a step, or its arrival.
-        admitted_class: the class it stood in when it got its slot, waiting counted in; smaller is more urgent.
-        most_urgent: the smallest priority that any part of it has.
-        first_token_at: when its first token was read.
-        paused: it had begun its prompt, and a step went by without it.
-        finish_reason: set once; then it holds neither blocks nor slot.
+        request: The request that it continues.
+        index: Index of the continuation, 0 to n - 1.
+        order: (arrival number of the request, index); smaller arrived earlier.
+        max_output: Maximum number of output tokens; 0 if the request only scores its prompt.
+        known: Prompt and output token ids.
+        pending: Number of tokens sampled by steps whose results were not read; at most 1 when a step is planned.
+        computed: Number of tokens in the cache, including those of steps in flight.
+        blocks: Cache blocks that it holds, in order.
+        on_device: Whether the sampling state of its slot has been written.
+        on_device_blocks: Number of its blocks in the device's block table.
+        slot: Index of its sampling state on the device while it runs; None while it waits.
+        digests: Digests of its first full blocks, computed as needed; see memory.prefix.
+        registered: Number of leading blocks that are registered in the prefix cache or were found there.
+        dropped: Number of cache rows removed by compression; computed - dropped remain.
+        cached: Number of prompt tokens found in the prefix cache.
+        swapped: Its blocks in host memory or on disk.
+        children: Siblings that wait for its prefill, to share its full blocks.
+        scored: Number of prompt tokens whose logprobs were returned (with prompt_logprobs).
+        media_passed: Number of leading media spans whose tokens are all computed.
+        media_held: Number of leading media spans whose features it has requested; it holds a reference to the features
+            of those from media_passed on.
+        scheduled_at: Engine time in seconds when it first left the queue.
+        served_at: Engine time in seconds when a step last computed tokens of it; initially its arrival.
+        admitted_class: Class, aging included, at which it was admitted to its slot; smaller is more urgent.
+        most_urgent: Smallest priority among its segments.
+        first_token_at: Engine time in seconds when its first output token was read.
+        paused: Whether its prompt is partly computed and a step went by without it.
+        finish_reason: Set once, at its end; from then on it holds neither blocks nor a slot.
     """
 
     request: Request
@@ -104,43 +105,48 @@ class Sequence:
         self.most_urgent = min([segment.priority for segment in self.request.segments] or [of_request])
 
     @property
+    def name(self) -> str:
+        """Name for logs: request id[index]."""
+        return f"{self.request.id}[{self.index}]"
+
+    @property
     def num_output(self) -> int:
-        """Output tokens the host has read."""
+        """Number of output tokens that the host has read."""
         return len(self.known) - self.num_prompt
 
     @property
     def remaining(self) -> int:
-        """Tokens still to be sampled, those in flight not counted."""
+        """Number of tokens still to be sampled, not counting those in flight."""
         return self.max_output - self.num_output - self.pending
 
     @property
     def uncomputed(self) -> int:
-        """Tokens that must pass through the model before the next one can be sampled."""
+        """Number of tokens that must pass through the model before the next one can be sampled."""
         return len(self.known) + self.pending - self.computed
 
     @property
     def rows(self) -> int:
-        """Rows of the cache it holds."""
+        """Number of cache rows that it holds."""
         return self.computed - self.dropped
 
     @property
     def reached(self) -> int:
-        """Tokens that need not be computed again: those in the cache, or what there will be once the rest is back."""
+        """Number of tokens that need not be computed again: those in the cache, once swapped blocks are back."""
         return self.computed if self.swapped is None else self.swapped.computed
 
-    def segment_at(self, place: int) -> Segment | None:
-        """The segment that a place of the prompt lies in; None behind the prompt, and without segments."""
-        index = bisect.bisect_right(self.request.segment_stops, place)
-        return self.request.segments[index] if index < len(self.request.segments) else None
+    def segment_at(self, index: int) -> Segment | None:
+        """The segment that contains the token at `index`; None after the prompt, or if there are no segments."""
+        number = bisect.bisect_right(self.request.segment_stops, index)
+        return self.request.segments[number] if number < len(self.request.segments) else None
 
     @property
     def segment(self) -> Segment | None:
-        """The segment that is computed next."""
+        """The segment to compute next."""
         return self.segment_at(self.computed)
 
     @property
     def priority(self) -> int:
-        """That of what is computed next; smaller is more urgent."""
+        """The priority of the tokens to compute next; smaller is more urgent."""
         segment = self.segment
         if segment is not None:
             return segment.priority
@@ -148,8 +154,8 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the next tokens to compute are prompt positions to be scored. Siblings leave it to the first."""
+        """Whether the next tokens to compute are prompt tokens to score. Only the first continuation scores them."""
         if self.request.params.prompt_logprobs is None or self.index:
             return False
-        done = max(self.scored, self.computed)  # what a step in flight scores is computed and not handed out yet
+        done = max(self.scored, self.computed)  # a step in flight scores tokens that count as computed, not as scored
         return done < self.num_prompt - 1

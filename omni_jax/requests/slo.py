@@ -5,20 +5,21 @@ import dataclasses
 from omni_jax.requests.errors import InvalidRequest
 
 _DAY_MS = 24 * 60 * 60 * 1000.0
-_MOST_PRIORITY = 2**31 - 1
+_MAX_PRIORITY = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SLO:
-    """What a client is promised: service level objectives of one request. None promises nothing.
+    """Service level objectives of one request. None means no objective.
 
     Attributes:
-        ttft_ms: from arrival to the first token.
-        tpot_ms: from each token to the next, on average.
-        e2e_ms: from arrival to the last token.
-        priority: smaller is more urgent, as in vLLM.
+        ttft_ms: Milliseconds from arrival to the first token.
+        tpot_ms: Milliseconds per output token after the first, on average.
+        e2e_ms: Milliseconds from arrival to the last token.
+        priority: Smaller is more urgent, as in vLLM.
 
-    Raises InvalidRequest for times that are not positive and at most 24 hours, and for a priority that is no int32.
+    Raises:
+        InvalidRequest: A time is not above 0 and at most 24 hours, or the priority is not an int32.
     """
 
     ttft_ms: float | None = None
@@ -33,16 +34,16 @@ class SLO:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _DAY_MS:
                 raise InvalidRequest(
-                    f"{name} must be milliseconds, more than 0 and at most {_DAY_MS:.0f} (24 hours), got {value!r}",
+                    f"{name} must be a number of milliseconds above 0 and at most {_DAY_MS:.0f} (a day), got {value!r}",
                     param=name,
                 )
         if (
             isinstance(self.priority, bool)
             or not isinstance(self.priority, int)
-            or not -_MOST_PRIORITY <= self.priority <= _MOST_PRIORITY
+            or not -_MAX_PRIORITY <= self.priority <= _MAX_PRIORITY
         ):
             raise InvalidRequest(
-                f"priority must be a whole number from {-_MOST_PRIORITY} to {_MOST_PRIORITY} (smaller is more urgent), "
+                f"priority must be an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY} (smaller is more urgent), "
                 f"got {self.priority!r}",
                 param="priority",
             )

@@ -1,4 +1,4 @@
-"""Turns a step plan into compiled calls. Knows slots, blocks and buckets; knows nothing of requests."""
+"""Runs step plans with compiled functions, in terms of slots, blocks and buckets."""
 
 from omni_jax.runtime.encoder import EncoderConfig
 from omni_jax.runtime.runner import Runner, RunnerConfig, StepResult

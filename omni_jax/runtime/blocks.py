@@ -1,8 +1,7 @@
-"""Whole blocks, copied to the host and back, and compacted: what is compiled for it, and a copy on its way.
+"""Copies of whole blocks to the host and back, and compaction of blocks: the compiled functions and their inputs.
 
-The payload of a block is what all arrays of the pool hold at its page, in the order of the pool, as bytes; where
-several devices hold it, what each of them has, one after another. On the device it travels in words of the narrowest
-array, so that a pool of one dtype is copied and never taken apart.
+The payload of a block is the bytes of its page in all arrays of the pool, in the order of the pool; on several devices,
+device by device. Devices copy it as words as wide as the narrowest dtype, so that a pool of one dtype needs no casts.
 """
 
 import dataclasses
@@ -23,44 +22,42 @@ from omni_jax.runtime.packing import Layout
 from omni_jax.runtime.sharding import RULES, placed
 from omni_jax.runtime.state import Pool
 
-COPY_SIZES = (4, 16)  # blocks a call; more are copied by several calls, so that no step waits long for one
-
-
-SMALLEST_COMPACTION = 8  # blocks
+COPY_SIZES = (4, 16)  # blocks per call; more blocks take several calls, so that no step waits long for one
+MIN_COMPACTION_BLOCKS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockCopy:
-    """Blocks on their way to the host. Any thread may ask and read.
+    """A running copy of blocks to the host. Thread-safe.
 
     Attributes:
-        parts: (result of a call, how many blocks of it are meant).
+        parts: (result of a call, number of blocks in it that are not padding).
     """
 
     parts: tuple[tuple[jax.Array, int], ...]
 
     def is_ready(self) -> bool:
-        """Whether `read` would not have to wait for the device."""
+        """Whether `read` returns without waiting for the device."""
         return all(compat.is_ready(words) for words, _ in self.parts)
 
     def read(self) -> np.ndarray:
-        """Waits for the blocks: uint8 [blocks, block_bytes], in C order, the caller's own."""
+        """Wait for the copy and return uint8 [blocks, block_bytes] in C order, owned by the caller."""
         return np.concatenate([np.asarray(words).view(np.uint8)[:count] for words, count in self.parts])
 
 
 def payload_bytes(pool: Any) -> int:
-    """Bytes of a block's payload. `pool` may be shapes."""
+    """Bytes of a block's payload. `pool` holds arrays or shapes."""
     return sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in jax.tree.leaves(pool))
 
 
 def word_dtype(pool: Any) -> np.dtype:
-    """The unsigned integer as wide as the narrowest array's elements."""
+    """The unsigned integer dtype with the width of the narrowest dtype in the pool."""
     return np.dtype(f"u{min(array.dtype.itemsize for array in jax.tree.leaves(pool))}")
 
 
-def cut(blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """Cuts a list of blocks into calls: how many blocks of the list, and int32 pages padded to one of COPY_SIZES with
-    page 0."""
+def split_blocks(blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Split a list of blocks into calls: the number of blocks, and int32 pages padded with page 0 to one of
+    COPY_SIZES."""
     for start in range(0, len(blocks), COPY_SIZES[-1]):
         part = blocks[start : start + COPY_SIZES[-1]]
         pages = np.zeros(next(size for size in COPY_SIZES if size >= len(part)), np.int32)
@@ -68,8 +65,8 @@ def cut(blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         yield len(part), pages
 
 
-def cut_data(pool: Pool, blocks: Sequence[int], data: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Cuts payloads likewise: pages, and words for them.
+def split_payloads(pool: Pool, blocks: Sequence[int], data: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Split payloads of blocks into calls like `split_blocks`: pages and their words.
 
     Raises:
         ValueError: `data` is not uint8 [blocks, block_bytes] in C order.
@@ -81,7 +78,7 @@ def cut_data(pool: Pool, blocks: Sequence[int], data: np.ndarray) -> Iterator[tu
             f"{list(data.shape)} with strides {data.strides}"
         )
     start = 0
-    for count, pages in cut(blocks):
+    for count, pages in split_blocks(blocks):
         part = data[start : start + count]
         if count < len(pages):
             part = np.concatenate([part, np.zeros((len(pages) - count, width), np.uint8)])
@@ -90,7 +87,7 @@ def cut_data(pool: Pool, blocks: Sequence[int], data: np.ndarray) -> Iterator[tu
 
 
 def copy_jobs(mesh: Mesh, pool: Any) -> list[Job]:
-    """What reads and writes blocks of a pool of these shapes."""
+    """The functions that read and write blocks of a pool of these shapes."""
     width = payload_bytes(pool) // word_dtype(pool).itemsize
     jobs = []
     for size in COPY_SIZES:
@@ -113,11 +110,11 @@ def read(pool: Pool, pages: jax.Array) -> jax.Array:
 
 
 def write(pool: Pool, pages: jax.Array, words: jax.Array) -> Pool:
-    """(pool, pages [n], payloads [n, words]) -> pool, which is to be donated."""
+    """(pool, pages [n], payloads [n, words]) -> pool. Donate the pool."""
     arrays, structure = jax.tree.flatten(pool)
     written, start = [], 0
     for array in arrays:
-        flat = array.reshape(array.shape[0], -1)  # a write of rows is compiled in half the time of one of pages
+        flat = array.reshape(array.shape[0], -1)  # halves the compile time
         per_element = array.dtype.itemsize // words.dtype.itemsize
         given = words[:, start : start + flat.shape[1] * per_element]
         start += given.shape[1]
@@ -129,8 +126,8 @@ def write(pool: Pool, pages: jax.Array, words: jax.Array) -> Pool:
 
 
 def compaction_sizes(pages_per_row: int) -> tuple[int, ...]:
-    """Numbers of blocks that a compaction is compiled for: few, as padding costs little of what compiling takes."""
-    sizes = [min(SMALLEST_COMPACTION, pages_per_row)]
+    """Numbers of blocks that compaction is compiled for. Few, because padding costs little compared with compiling."""
+    sizes = [min(MIN_COMPACTION_BLOCKS, pages_per_row)]
     while sizes[-1] < pages_per_row:
         sizes.append(min(4 * sizes[-1], pages_per_row))
     return tuple(sizes)
@@ -155,13 +152,13 @@ def pack_compaction(
     """The packed buffer of a compaction compiled for `size` blocks. Padding is page 0.
 
     Raises:
-        ValueError: the blocks do not hold the rows, or more must be kept than may.
+        ValueError: the rows do not fit the blocks, or `keep` is out of range.
     """
     fits = rows <= len(source) * block_size and keep <= len(target) * block_size
     if not (fits and max(1, sinks + window) <= keep <= rows):
         raise ValueError(
-            f"compaction from {rows} rows in {len(source)} blocks of {block_size} to {keep} in {len(target)}: the rows "
-            f"must fit their blocks, and at least {sinks} + {window} (sinks and window) and at most all can be kept"
+            f"compaction from {rows} rows in {len(source)} blocks of {block_size} to {keep} in {len(target)}: rows "
+            f"must fit their blocks, and it must keep at least {sinks} + {window} rows (sinks and window), at most all"
         )
     buffer, field = compaction_layout(size).fresh()
     for name, value in (("rows", rows), ("keep", keep), ("sinks", sinks), ("window", window)):
@@ -173,7 +170,7 @@ def pack_compaction(
 
 
 def compaction_jobs(mesh: Mesh, pool: Any, pages_per_row: int) -> list[Job]:
-    """What compacts sequences of up to pages_per_row blocks in a pool of these shapes, the largest first."""
+    """The functions that compact sequences of up to pages_per_row blocks in a pool of these shapes, largest first."""
     return [
         make_job(
             mesh,
@@ -188,7 +185,7 @@ def compaction_jobs(mesh: Mesh, pool: Any, pages_per_row: int) -> list[Job]:
 
 
 def compaction(size: int):
-    """(pool, packed) -> pool, which is to be donated: see kernels_pallas.kv_compaction."""
+    """(pool, packed) -> pool. Donate the pool. See kernels_pallas.kv_compaction."""
     layout = compaction_layout(size)
 
     def run(pool: Pool, packed) -> Pool:

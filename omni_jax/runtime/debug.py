@@ -1,21 +1,20 @@
-"""A step in words: what each row computes, and which keys each of its tokens sees."""
+"""Readable description of a step: what each row computes, and which keys its tokens attend to."""
 
 import itertools
 from collections.abc import Iterable, Sequence
 
 from omni_jax.scheduling import Row, StepPlan
 
-ENDS = 4  # of a long list, so many of its first and last items are shown
+MAX_END_ITEMS = 4  # number of first and of last items shown of a long list
 
 
 def describe(plan: StepPlan) -> str:
-    """What a step computes, for a person to check. Call it when the step has been planned, before anything of it is
-    committed: the tokens that are still on the device are told from those the host knows.
+    """Describe a planned step. Call it before the step is committed, so that tokens still on the device are marked.
 
-    For each row: its tokens' places in the sequence and in the step's buffer, their ids, the segments they belong to,
-    their (rotary) positions, and the range of keys they see. A token sees every token of its own sequence up to itself,
-    whatever segments these are of, and no other: keys are found through the sequence's own blocks, and those behind the
-    token are masked, so neither padding nor another row is in reach.
+    For each row: places of its tokens in the sequence and in the step's buffer, ids, segments, rotary positions, and
+    the range of keys that they attend to. A token attends to all tokens of its own sequence up to itself, in any
+    segment, and to nothing else: keys are found through the sequence's own blocks, and later keys are masked, so
+    neither padding nor another row can be read.
     """
     padding = plan.size - plan.num_tokens
     lines = [
@@ -27,7 +26,7 @@ def describe(plan: StepPlan) -> str:
         lines += _row(row, at)
         at += row.count
     if padding:
-        lines.append(f"padding: places {_range(at, plan.size)}; what they write goes to page 0, which no sequence has")
+        lines.append(f"padding: places {_range(at, plan.size)}; written to page 0, which no sequence holds")
     return "\n".join(lines)
 
 
@@ -35,18 +34,16 @@ def _row(row: Row, at: int) -> list[str]:
     sequence = row.sequence
     request, stop = sequence.request, row.start + row.count
     name = f"{request.id}[{sequence.index}]"
-    output = (
-        f", {len(sequence.known) - sequence.num_prompt} of output" if len(sequence.known) > sequence.num_prompt else ""
-    )
-    does = [
-        word for word, done in (("samples", row.sample), ("scores", row.score), ("new to its slot", row.admit)) if done
+    notes = [
+        note for note, holds in (("samples", row.sample), ("scores", row.score), ("new in slot", row.admit)) if holds
     ]
     ids = [str(token) for token in sequence.known[row.start : stop]]
-    ids += ["(on the device)"] * (row.count - len(ids))  # sampled by the step before
+    ids += ["(on the device)"] * (row.count - len(ids))  # sampled by the previous step
     size = len(sequence.blocks)
     return [
-        f"{name}: {_tokens(row.start, stop)} of a prompt of {sequence.num_prompt}{output}; places "
-        f"{_range(at, at + row.count)}; slot {row.slot}{''.join(f', {word}' for word in does)}",
+        f"{name}: {_tokens(row.start, stop)} (prompt {sequence.num_prompt}, output "
+        f"{len(sequence.known) - sequence.num_prompt}); places {_range(at, at + row.count)}; slot {row.slot}"
+        f"{''.join(f', {note}' for note in notes)}",
         f"  input ids  {_ends(ids)}",
         f"  segments   {_segments(row)}",
         f"  positions  {_positions(row)}",
@@ -55,20 +52,22 @@ def _row(row: Row, at: int) -> list[str]:
             f"{_ends([str(found) for found in rows.tolist()])} of the feature array"
             for place, rows in row.features
         ),
-        f"  sees       {_tokens(row.start, stop)} of {name} {_seen(row)}",
+        f"  keys       {_keys(row)}",
         f"  blocks     {_ends([str(block) for block in sequence.blocks])} ({size})",
     ]
 
 
-def _seen(row: Row) -> str:
-    less = f", but for {row.dropped} that compression dropped" if row.dropped else ""
+def _keys(row: Row) -> str:
+    """The keys that the row's first and last token attend to."""
+    without = f", without {row.dropped} that compression dropped" if row.dropped else ""
     if row.count == 1:
-        return f"sees 0..{row.start}{less}"
-    return f"see 0..{row.start + row.count - 1}: the first of them 0..{row.start}, each next one more{less}"
+        return f"0..{row.start}{without}"
+    last = row.start + row.count - 1
+    return f"0..{row.start} for token {row.start}, to 0..{last} for token {last}{without}"
 
 
 def _segments(row: Row) -> str:
-    """Runs of the row's tokens that are of one segment."""
+    """The row's tokens by segment."""
     request, parts = row.sequence.request, []
     place, stop = row.start, row.start + row.count
     for number, segment in enumerate(request.segments):
@@ -85,7 +84,7 @@ def _segments(row: Row) -> str:
 
 
 def _positions(row: Row) -> str:
-    """Runs of tokens whose rotary positions count up on all axes alike: "120..151", or "(time, height, width)"."""
+    """Rotary positions as runs that increase by 1 on all axes: "120..151", or runs of (time, height, width)."""
     request = row.sequence.request
     if request.positions is None:
         return _range(row.start, row.start + row.count)
@@ -115,7 +114,9 @@ def _range(start: int, stop: int) -> str:
 
 
 def _ends(items: Sequence[str], *, separator: str = " ") -> str:
-    if len(items) <= 2 * ENDS + 1:
+    """The items, with the middle of a long list left out."""
+    n = MAX_END_ITEMS
+    if len(items) <= 2 * n + 1:
         return separator.join(items)
-    shown: Iterable[str] = itertools.chain(items[:ENDS], (f"... {len(items) - 2 * ENDS} more ...",), items[-ENDS:])
+    shown: Iterable[str] = itertools.chain(items[:n], (f"... {len(items) - 2 * n} more ...",), items[-n:])
     return separator.join(shown)

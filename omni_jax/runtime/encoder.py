@@ -1,9 +1,9 @@
-"""Runs the vision tower beside the steps, a slice of layers at a time, into one array of features on the device.
+"""The vision tower, run in slices of layers between steps. It writes features into one array on the device.
 
-A call takes several images, packed one after another up to a compiled number of patches. Its slices are: patches to
-hidden states, a few layers (weights are arguments, so one executable serves all slices of a shape), and at last the
-merger, which scatters features into the array that steps read. Every slice takes that array and hands it on: so the
-device runs slices and steps in turn, never at the same time, on a CPU as on a GPU.
+A call encodes several images, packed one after another up to a compiled number of patches. Its slices are the patch
+embedding, groups of layers (weights are arguments, so one executable serves all slices of a shape), and the merger,
+which scatters features into the array that steps read. Every slice takes and returns that array, so that the device
+runs slices and steps one after another, on a CPU too.
 """
 
 import collections
@@ -26,7 +26,7 @@ from omni_jax.runtime.executables import Executable, Job, Key, make_job
 from omni_jax.runtime.packing import Layout
 from omni_jax.runtime.sharding import axis_of, placed, zeros
 
-MOST_SECONDS = 1024  # latest slices whose time is kept
+MAX_SLICE_TIMES = 1024  # latest slices whose time is kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class EncoderConfig:
     """Sizes of the feature array and of the encoder's executables.
 
     Attributes:
-        feature_rows: rows of the array, those that hold nothing included (memory.EncoderCache.array_rows).
-        buckets: patches of a call, ascending.
-        layers_per_slice: layers that run between two steps, at most.
-        mean, std, rescale_factor: how pixels of 0 to 255 become the tower's input.
+        feature_rows: rows of the array, unused rows included (memory.EncoderCache.array_rows).
+        buckets: compiled numbers of patches, ascending.
+        layers_per_slice: maximum number of layers that run between two steps.
+        mean, std, rescale_factor: normalisation of pixels from 0 to 255.
     """
 
     feature_rows: int
@@ -50,11 +50,11 @@ class EncoderConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class _Call:
-    """A call that has begun."""
+    """A call in progress."""
 
     batch: tuple[MediaSpan, ...]
     size: int
-    target: np.ndarray  # row of the feature array, for each merged unit
+    target: np.ndarray  # row of the feature array for each feature
     next_layer: int
     hidden: jax.Array
     rotary: tuple[jax.Array, jax.Array]
@@ -63,13 +63,13 @@ class _Call:
 
 
 class Encoder:
-    """Owns the feature array and the executables of the tower. One call is under way at a time.
+    """Owns the feature array and the executables of the tower. Runs one call at a time.
 
     Attributes:
-        abstract_features: [feature_rows, hidden], its shape.
-        features: the array, what steps read; there from the first `reset` on.
+        abstract_features: shape [feature_rows, hidden] and dtype of the array.
+        features: the array that steps read; set by `reset`.
         calls, real_patches, padded_patches: counters.
-        slice_seconds: of the latest slices, from dispatch to when the next was dispatched or the wait ended.
+        slice_seconds: times of the latest slices, from dispatch to the next dispatch or the end of the wait.
     """
 
     features: jax.Array
@@ -81,15 +81,15 @@ class Encoder:
         self.abstract_features = placed(mesh, jax.ShapeDtypeStruct(shape, dtype), "features")
         self._executables: dict[Key, Executable] = {}
         self._call: _Call | None = None
-        # One call is under way at a time, and it has read this before the next begins.
+        # Safe to reuse: a call has read it before the next one begins.
         self._pixels = np.zeros(self._pixel_shape(config.buckets[-1]), np.uint8)
         self.calls = self.real_patches = self.padded_patches = 0
-        self.slice_seconds: collections.deque[float] = collections.deque(maxlen=MOST_SECONDS)
+        self.slice_seconds: collections.deque[float] = collections.deque(maxlen=MAX_SLICE_TIMES)
 
-    # -- start-up -----------------------------------------------------------------------------------------------------
+    # -- start --------------------------------------------------------------------------------------------------------
 
     def jobs(self) -> list[Job]:
-        """Everything to compile, the largest first."""
+        """All functions to compile, largest first."""
         features, mesh = self.abstract_features, self._mesh
         jobs = []
         for size in reversed(self.config.buckets):
@@ -108,16 +108,16 @@ class Encoder:
         return jobs
 
     def use(self, executables: dict[Key, Executable]) -> None:
-        """Takes what was compiled of `jobs`."""
+        """Set the executables of `jobs`."""
         self._executables = executables
 
     def reset(self) -> None:
-        """A fresh feature array, and no call under way: at the start, and after a call or a step that raised."""
+        """Drop the current call and make a new feature array: at the start, and after a call or a step raised."""
         self._call = None
-        vars(self).pop("features", None)  # first: there may be no room for both
+        vars(self).pop("features", None)  # first, because there may be no room for both arrays
         self.features = zeros(self.abstract_features)
 
-    # -- what is compiled ---------------------------------------------------------------------------------------------
+    # -- compiled functions -------------------------------------------------------------------------------------------
 
     def _begin(self, size: int):
         """(leaves, pixels, packed, features) -> (hidden [size, width], rotary, place, features)."""
@@ -132,8 +132,8 @@ class Encoder:
         return run
 
     def _slice(self, kinds: str):
-        """(leaves of len(kinds) layers, hidden, rotary, place, features) -> (hidden, features). The first is to be
-        donated, and the last, which is handed on as it is."""
+        """(leaves of len(kinds) layers, hidden, rotary, place, features) -> (hidden, features). Donate hidden and
+        features; features is returned unchanged."""
         first = self._tower.blocks[0]
 
         def run(leaves, hidden, rotary, place, features):
@@ -146,7 +146,7 @@ class Encoder:
         return run
 
     def _end(self):
-        """(leaves, hidden, features, target) -> features; units of padding go to row 0, which nobody reads."""
+        """(leaves, hidden, features, target) -> features. Padding is written to row 0, which is never read."""
 
         def run(leaves, hidden, features, target):
             made = self._tower.merger.merge(leaves)(hidden, self._axis)
@@ -166,14 +166,14 @@ class Encoder:
 
     @property
     def _unit(self) -> int:
-        """Patches that are merged into a feature."""
+        """Number of patches that are merged into one feature."""
         return self._model.spatial_merge_size**2
 
     def _first_layers(self) -> range:
         return range(0, self._model.depth, self.config.layers_per_slice)
 
     def _kinds(self, first: int) -> str:
-        """For each layer of the slice that begins with layer `first`: f for attention over the whole, w in windows."""
+        """For each layer of the slice that starts at layer `first`: "f" for full attention, "w" for windows."""
         full = attends_fully(self._model)[first : first + self.config.layers_per_slice]
         return "".join("f" if each else "w" for each in full)
 
@@ -181,7 +181,7 @@ class Encoder:
 
     @property
     def num_slices(self) -> int:
-        """Slices of a call: those of layers, and the merger's."""
+        """Number of slices of a call: those of layers, and the merger."""
         return len(self._first_layers()) + 1
 
     @property
@@ -190,11 +190,11 @@ class Encoder:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the slice dispatched last has ended."""
+        """Whether the last dispatched slice has finished."""
         return self._call is None or compat.is_ready(self._call.hidden)
 
     def shape_of(self, batch: Sequence[MediaSpan]) -> StepShape:
-        """What the cost of a call for `batch` depends on."""
+        """The shape of a call for `batch`, for the cost model."""
         patches = [span.num_patches for span in batch]
         return StepShape(
             kind="encode",
@@ -209,7 +209,7 @@ class Encoder:
         return next(size for size in self.config.buckets if size >= patches)
 
     def begin(self, batch: tuple[MediaSpan, ...], rows: Sequence[np.ndarray]) -> None:
-        """Starts a call for `batch`, whose features are to lie at `rows` (one array a span). Returns at once."""
+        """Start a call for `batch` and return at once. Features go to `rows` of the array (one array per span)."""
         assert self._call is None
         real = sum(span.num_patches for span in batch)
         size = self._size_for(real)
@@ -217,7 +217,7 @@ class Encoder:
         pixels = self._pixels[:size]
         at = 0
         for span in batch:
-            # A still image has one frame, which stands for all.
+            # An image has one frame, which is broadcast to all.
             pixels[at : at + span.num_patches] = span.patches
             at += span.num_patches
         if self._model.window_size is not None:
@@ -227,7 +227,7 @@ class Encoder:
         field["first"][:real], field["last"][:real] = placed.first, placed.last
         if self._model.window_size is not None:
             field["window_first"][:real], field["window_last"][:real] = placed.window_first, placed.window_last
-        for name in field.keys() - {"positions"}:  # patches of padding see nothing; the ranges stay in ascending order
+        for name in field.keys() - {"positions"}:  # padding attends to nothing; the ranges stay in ascending order
             field[name][real:] = real
         target = np.zeros(size // self._unit, np.int32)
         target[: real // self._unit] = np.concatenate(rows)[placed.feature_of]
@@ -250,8 +250,11 @@ class Encoder:
         self.padded_patches += size - real
 
     def advance(self) -> tuple[MediaSpan, ...]:
-        """Dispatches the next slice, once the one before has ended. After the last, what the call was for: steps
-        dispatched from now on find its features."""
+        """Wait for the last slice and dispatch the next one.
+
+        Returns the call's batch with the last slice, as steps dispatched from then on can read its features; otherwise
+        nothing.
+        """
         call = self._call
         assert call is not None
         jax.block_until_ready(call.hidden)

@@ -1,4 +1,4 @@
-"""Compiles every function an engine will call, before the first request, and calls nothing else afterwards."""
+"""Ahead-of-time compilation of every function that an engine calls."""
 
 import concurrent.futures
 import dataclasses
@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from omni_jax.runtime.sharding import WHOLE, placed, spread
 
-_stack_size = threading.Lock()  # it is the process's, and replicas compile at the same time
-_STACK_BYTES = 64 << 20  # XLA recurses deeply over unrolled layers; a thread's 8 MiB have overflowed in other engines
+_stack_size_lock = threading.Lock()  # the stack size is global to the process, and replicas compile concurrently
+_STACK_BYTES = 64 << 20  # XLA recurses deeply over unrolled layers, which can overflow the default of 8 MiB
 
 Key = tuple[str | int, ...]
 
@@ -25,10 +25,10 @@ class Job:
     """A function to compile.
 
     Attributes:
-        key: what the executable is called by, such as ("decode", 8).
-        function: to be traced with `arguments`, on whole arrays.
-        arguments: shapes, dtypes and shardings, one pytree each.
-        donate: which arguments may be reused for results.
+        key: name of the executable, such as ("decode", 8).
+        function: function of whole arrays.
+        arguments: shapes, dtypes and shardings, one pytree per argument.
+        donate: indices of the arguments whose memory may be reused for results.
         results: shardings of the results, a prefix of their pytree.
     """
 
@@ -39,7 +39,7 @@ class Job:
     results: Any = None
 
     def lower(self) -> Any:
-        """Traces the function; what comes can be compiled."""
+        """Trace the function. Returns a jax.stages.Lowered."""
         return jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.results).lower(*self.arguments)
 
 
@@ -52,13 +52,13 @@ def make_job(
     donate: tuple[int, ...] = (),
     results: Any = WHOLE,
 ) -> Job:
-    """A job for the devices of a row.
+    """A job for the devices of a replica.
 
     Args:
-        mesh: the row.
-        function: computes with one device's parts of `arguments`.
-        arguments: shapes; those without a sharding are whole on every device.
-        results: rules for the results, a prefix of their pytree.
+        mesh: the replica's mesh.
+        function: function of one device's parts of `arguments`.
+        arguments: shapes; arguments without a sharding are whole on every device.
+        results: partition specs of the results, a prefix of their pytree.
     """
     arguments = jax.tree.map(lambda x: placed(mesh, x) if x.sharding is None else x, arguments)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=lambda x: isinstance(x, P))
@@ -73,12 +73,12 @@ def make_job(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Executable:
-    """A compiled function. Called with other shapes than it was compiled for, it raises and names its key.
+    """A compiled function. A call with other shapes than it was compiled for raises an error that names the key.
 
     Attributes:
         key: see Job.
         compiled: the jax.stages.Compiled.
-        seconds: what tracing and compiling took.
+        seconds: time to trace and compile.
     """
 
     key: Key
@@ -95,10 +95,10 @@ class Executable:
 def compile_all(
     jobs: list[Job], progress: Callable[[Executable, int, int], None] | None = None
 ) -> dict[Key, Executable]:
-    """Compiles in a few threads (XLA leaves Python's lock). The first error ends the start-up.
+    """Compile all jobs in a few threads (XLA releases Python's lock). Raises the first error.
 
     Args:
-        progress: called after each with the executable, how many are done, and how many there are.
+        progress: called after each job with (executable, number done, total).
     """
 
     def one(job: Job) -> Executable:
@@ -108,8 +108,8 @@ def compile_all(
 
     executables: dict[Key, Executable] = {}
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        # The largest first: they take longest, and an error in them is found before the small ones were compiled.
-        with _stack_size:
+        # Callers list the largest first: they take longest, and their errors appear before small ones are compiled.
+        with _stack_size_lock:
             previous = threading.stack_size(_STACK_BYTES)
             try:
                 futures = [pool.submit(one, job) for job in jobs]
@@ -123,5 +123,5 @@ def compile_all(
                     progress(executable, len(executables), len(jobs))
         finally:
             for future in futures:
-                future.cancel()  # after an error: those not begun; nothing otherwise
+                future.cancel()  # after an error: those that have not begun
     return executables

@@ -1,9 +1,9 @@
-"""The functions that are compiled: body, head, score, admit. Pure; shapes and layouts come from a StepShapes. On a mesh
-each device runs them on its parts: its heads, its part of the vocabulary (see runtime.sharding).
+"""The functions to compile: body, head, score, admit. Pure; StepSizes has their shapes and layouts. On a mesh each
+device runs them on its parts: its attention heads and its part of the vocabulary (see runtime.sharding).
 
-A step is a body and a head. The body embeds the tokens (those sampled by the step before are still on the device), runs
-the layers over the paged cache and gathers the hidden states to sample from. The head makes logits and a token a row.
-Bodies are compiled by (kind, size), heads by (rows, variant): the two multiply in use and only add in compilation.
+A step is a body and a head. The body embeds the tokens (tokens sampled by the previous step are still on the device),
+runs the layers over the paged cache and gathers the hidden states to sample from. The head computes logits and one
+token per row. Bodies are compiled by (kind, size) and heads by (rows, variant); any body can precede any head.
 """
 
 import dataclasses
@@ -15,27 +15,27 @@ from jax import lax
 
 from kernels_pallas.paged_attention import PagedBatch, PagedKernels, paged_attention, write_kv
 from omni_jax.models import ModelConfig, Split
-from omni_jax.models.axis import ALONE, ModelAxis
+from omni_jax.models.axis import ONE_DEVICE, ModelAxis
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import sampling
 from omni_jax.runtime.packing import Layout
 from omni_jax.runtime.state import FREQUENCY, MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, Pool, SlotState
 
 Variant = Literal["greedy", "sample", "full"]
-SCORE_CHUNK = 64  # tokens whose logits exist at once when a prompt is scored
+SCORE_CHUNK = 64  # tokens of a scored prompt whose logits are in memory at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepShapes:
+class StepSizes:
     """Sizes that all executables of an engine share.
 
     Attributes:
-        rows: most rows of a step.
-        slots: rows of state on the device, the padding slot included (it is the last).
+        rows: maximum number of rows of a step.
+        slots: slots of state on the device, the padding slot included (the last one).
         pages_per_row: width of the block table.
-        block_size: tokens a block.
-        vocab_size: logits a row, of all devices together.
-        reads_media: the model takes features of images and has M-RoPE.
+        block_size: tokens per block.
+        vocab_size: logits per row, over all devices.
+        reads_media: whether the model takes features of images and has M-RoPE.
         kernels: implementations of attention over the cache.
         axis: the devices that share the model.
     """
@@ -47,16 +47,16 @@ class StepShapes:
     vocab_size: int
     reads_media: bool = False
     kernels: PagedKernels = dataclasses.field(default_factory=PagedKernels)
-    axis: ModelAxis = ALONE
+    axis: ModelAxis = ONE_DEVICE
 
     @property
     def alternatives(self) -> int:
         return min(MAX_LOGPROBS, self.vocab_size)
 
     def body_layout(self, tokens: int, rows: int) -> Layout:
-        """`tokens` below 0 mean: the last token of slot -token - 1. `kv_len` counts rows of the cache, which are
-        `dropped` less than the tokens so far. `update_*` add a block to a slot's table. `rotary` are positions for
-        M-RoPE (time, height, width), `feature_row` is 0 where no feature is meant."""
+        """A negative value in `tokens` stands for the last token of slot -value - 1. `kv_len` is the number of cached
+        tokens: the tokens so far minus `dropped`. `update_*` add a block to a slot's table. `rotary` holds positions
+        for M-RoPE (time, height, width). `feature_row` is 0 for tokens without a feature."""
         ints = jnp.int32
         media = {"rotary": ((3, tokens), ints), "feature_row": ((tokens,), ints)} if self.reads_media else {}
         return Layout(
@@ -75,8 +75,8 @@ class StepShapes:
         )
 
     def head_layout(self, rows: int) -> Layout:
-        """`position` is that of the token to sample; `suppress` is 1 where min_tokens is not reached; `forced` is the
-        token to take whatever the logits say, -1 for none."""
+        """`position` is the position of the token to sample; `suppress` is 1 until min_tokens is reached; `forced` is
+        a token to take instead of a sampled one, or -1."""
         fields = ("slot", "position", "suppress", "forced")
         return Layout(fields=dict.fromkeys(fields, ((rows,), jnp.int32)))
 
@@ -96,13 +96,13 @@ class StepShapes:
         )
 
     def history_layout(self) -> Layout:
-        most = self.pages_per_row * self.block_size
+        max_tokens = self.pages_per_row * self.block_size
         return Layout(
             fields={
                 "slot": ((), jnp.int32),
                 "prompt": ((), jnp.int32),
                 "known": ((), jnp.int32),
-                "tokens": ((most,), jnp.int32),
+                "tokens": ((max_tokens,), jnp.int32),
             }
         )
 
@@ -110,14 +110,14 @@ class StepShapes:
         return Layout(fields={"targets": ((tokens,), jnp.int32)})
 
 
-def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, layout: Layout):
-    """(leaves, pool, tables, last_token, packed, features) -> (pool, tables, hidden [shapes.rows, hidden], all hidden
+def body(decoder: Split, config: ModelConfig, sizes: StepSizes, decode: bool, layout: Layout):
+    """(leaves, pool, tables, last_token, packed, features) -> (pool, tables, hidden [sizes.rows, hidden], all hidden
     states [tokens, hidden]).
 
-    The pool and the tables are to be donated. A decode step has no use for all hidden states and returns none.
-    `features` [rows, hidden] is () for a model that reads text only.
+    Donate the pool and the tables. A decode step returns () instead of all hidden states. `features` [rows, hidden] is
+    () for a text-only model.
     """
-    block_size = shapes.block_size
+    block_size = sizes.block_size
 
     def run(leaves, pool: Pool, tables, last_token, packed, features):
         field = layout.unpack(packed)
@@ -135,7 +135,7 @@ def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, 
             row = jnp.minimum(row, rows - 1)
             real = token < query_start[-1]
             place = jnp.where(real, kv_len[row] - (query_start[row + 1] - token), 0)
-        # `place` is the row of the cache; what compression dropped before it still counts for the position.
+        # `place` is the index in the cache. The position also counts tokens that compression dropped.
         positions = place + field["dropped"][row]
         block_tables = tables[field["row_slot"]]
         page = jnp.where(real, block_tables[row, place // block_size], 0)
@@ -151,7 +151,7 @@ def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, 
                 value,
                 page,
                 offset,
-                implementation=shapes.kernels.write,
+                implementation=sizes.kernels.write,
             )
             pages[2 * layer], pages[2 * layer + 1] = keys, values
             return paged_attention(
@@ -160,35 +160,34 @@ def body(decoder: Split, config: ModelConfig, shapes: StepShapes, decode: bool, 
                 values,
                 batch,
                 scale=config.head_dim**-0.5,
-                implementation=shapes.kernels.decode if decode else shapes.kernels.mixed,
+                implementation=sizes.kernels.decode if decode else sizes.kernels.mixed,
             )
 
-        if shapes.reads_media:
+        if sizes.reads_media:
             media = (features, field["feature_row"])
-            hidden = decoder.merge(leaves)(tokens, field["rotary"], attend, *media, axis=shapes.axis)
+            hidden = decoder.merge(leaves)(tokens, field["rotary"], attend, *media, axis=sizes.axis)
         else:
-            hidden = decoder.merge(leaves)(tokens, positions, attend, axis=shapes.axis)
+            hidden = decoder.merge(leaves)(tokens, positions, attend, axis=sizes.axis)
         sampled = hidden[field["sample_at"]]
         return tuple(pages), tables, sampled, () if decode else hidden
 
     return run
 
 
-def head(shapes: StepShapes, variant: Variant, rows: int):
+def head(sizes: StepSizes, variant: Variant, rows: int):
     """(output matrix, hidden, slots, last_token, history, packed) -> (last_token, history, result [rows, 2 + 2 *
     alternatives]).
 
-    last_token and history are to be donated; history is () unless the variant is `full`. The result holds as int32: the
-    token (-1 where the logits were not numbers), the bits of its logprob, ids of the alternatives, bits of their
-    logprobs.
+    Donate last_token and history; history is () unless the variant is `full`. The columns of the result, as int32: the
+    token (-1 if logits were NaN), the bits of its logprob, ids of the alternatives, bits of their logprobs.
     """
-    layout, axis = shapes.head_layout(rows), shapes.axis
+    layout, axis = sizes.head_layout(rows), sizes.axis
 
     def run(output_matrix, hidden, slots: SlotState, last_token, history, packed):
         field = layout.unpack(packed)
         slot = field["slot"]
         logits = logits_of(hidden[:rows], output_matrix)
-        top_logits, top_ids = sampling.most_likely(logits, shapes.alternatives, axis)
+        top_logits, top_ids = sampling.most_likely(logits, sizes.alternatives, axis)
         if variant == "greedy":
             token = top_ids[:, 0]
         else:
@@ -221,13 +220,11 @@ def head(shapes: StepShapes, variant: Variant, rows: int):
     return run
 
 
-def score(shapes: StepShapes, tokens: int):
-    """(output matrix, all hidden states, packed) -> result [tokens, 2 + 2 * alternatives], as `head` has it, of given
-    tokens.
-
-    Logits of SCORE_CHUNK positions exist at once, never of all.
+def score(sizes: StepSizes, tokens: int):
+    """(output matrix, all hidden states, packed) -> result [tokens, 2 + 2 * alternatives] of given tokens, in the
+    format of `head`. Logits are computed for SCORE_CHUNK tokens at a time.
     """
-    layout, axis = shapes.score_layout(tokens), shapes.axis
+    layout, axis = sizes.score_layout(tokens), sizes.axis
     chunk = min(SCORE_CHUNK, tokens)
 
     def run(output_matrix, hidden, packed):
@@ -238,7 +235,7 @@ def score(shapes: StepShapes, tokens: int):
 
         def one(pair):
             logits = logits_of(pair[0], output_matrix)
-            top_logits, top_ids = sampling.most_likely(logits, shapes.alternatives, axis)
+            top_logits, top_ids = sampling.most_likely(logits, sizes.alternatives, axis)
             return _result(logits, pair[1], top_logits, top_ids, axis)
 
         return lax.map(one, (hidden, targets)).reshape(tokens + padding, -1)[:tokens]
@@ -246,9 +243,9 @@ def score(shapes: StepShapes, tokens: int):
     return run
 
 
-def admit(shapes: StepShapes):
-    """(slots, tables, packed) -> (slots, tables): writes one slot. Both are to be donated."""
-    layout = shapes.admit_layout()
+def admit(sizes: StepSizes):
+    """(slots, tables, packed) -> (slots, tables): write one slot. Donate both."""
+    layout = sizes.admit_layout()
 
     def run(slots: SlotState, tables, packed):
         field = layout.unpack(packed)
@@ -267,10 +264,10 @@ def admit(shapes: StepShapes):
     return run
 
 
-def rebuild_history(shapes: StepShapes):
-    """(history, packed) -> history: counts what a sequence has in prompt and output. For variant `full`, when it gets
-    its slot."""
-    layout = shapes.history_layout()
+def rebuild_history(sizes: StepSizes):
+    """(history, packed) -> history: count the tokens of a sequence's prompt and output, for variant `full`. Donate the
+    history."""
+    layout = sizes.history_layout()
 
     def run(history, packed):
         field = layout.unpack(packed)
@@ -278,7 +275,7 @@ def rebuild_history(shapes: StepShapes):
         in_prompt = place < field["prompt"]
         in_output = (place >= field["prompt"]) & (place < field["known"])
         row = jnp.zeros((history.shape[1],), jnp.int32)
-        tokens = shapes.axis.local(field["tokens"], history.shape[1])
+        tokens = sizes.axis.local(field["tokens"], history.shape[1])
         row = row.at[tokens].max(in_prompt.astype(jnp.int32), mode="drop")
         row = row.at[tokens].add(2 * in_output.astype(jnp.int32), mode="drop")
         return history.at[field["slot"]].set(row)
@@ -287,8 +284,8 @@ def rebuild_history(shapes: StepShapes):
 
 
 def logits_of(hidden, output_matrix):
-    """float32 logits of this device's part of the vocabulary, whatever the dtype of the weights. The barrier
-    keeps XLA for CPU from fusing the product into each of its users, which would compute it as many times."""
+    """float32 logits of this device's part of the vocabulary. The barrier keeps XLA for CPU from fusing the product
+    into each of its users, which would compute it several times."""
     logits = lax.dot_general(hidden, output_matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return lax.optimization_barrier(logits)
 

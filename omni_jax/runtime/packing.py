@@ -1,7 +1,7 @@
-"""One int32 buffer a call instead of many small arrays: a transfer costs the host about as much as its bytes are few.
+"""Packed inputs: one int32 buffer per call instead of many small arrays, because each transfer has a fixed cost.
 
-A layout says where each field lies; the host fills views of a numpy buffer, the compiled function takes the same fields
-out of the array. Floats travel as their bits.
+A layout defines the place of each field. The host fills views of a numpy buffer; the compiled function slices the same
+fields out of the array. Floats are passed as their bits.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-RING = 3  # buffers a layout: one being read by each of two steps in flight, one being filled
+RING = 3  # buffers per layout: one for each of two steps in flight, and one to fill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Layout:
         return sum(math.prod(shape) for shape, _ in self.fields.values())
 
     def fresh(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """A buffer of its own, for what is written seldom and perhaps several times a step."""
+        """A new buffer and its fields, for inputs that are written rarely or several times per step."""
         buffer = np.zeros(self.size, np.int32)
         return buffer, self.views(buffer)
 
@@ -54,11 +54,11 @@ class Layout:
 
 
 class Ring:
-    """Buffers of one layout, handed out in turn.
+    """Buffers of one layout, used in turn.
 
-    JAX may alias a numpy buffer instead of copying it (on a CPU it does so when the buffer is aligned to 64 bytes),
-    so a buffer must not be refilled while a step that was given it may still run. The engine reads the result of step
-    k before it packs step k+2, and a step takes at most one buffer of a ring: of three, the oldest is free.
+    JAX may alias a numpy buffer instead of copying it (on a CPU it does if the buffer is aligned to 64 bytes), so a
+    buffer must not be refilled while a step that uses it may still run. The engine reads the result of step k before it
+    packs step k+2, and a step takes at most one buffer of a ring, so the oldest of three is free.
     """
 
     def __init__(self, layout: Layout, buffers: int = RING):
@@ -66,7 +66,7 @@ class Ring:
         self._next = 0
 
     def take(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The next buffer and its fields, with what was packed the last time still in it."""
+        """The next buffer and its fields, which still hold their previous values."""
         taken = self._next
         self._next = (taken + 1) % len(self._buffers)
         return self._buffers[taken]

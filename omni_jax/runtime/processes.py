@@ -1,11 +1,11 @@
-"""A model over several processes: one front schedules, all run the same programs in the same order.
+"""A model shared by several processes: the front process schedules, and all run the same programs in the same order.
 
-Every process holds the parts of its own devices. The front packs each step and tells the others the operation, the
-executable's key and the packed buffers, over TCP; they make the same call. (XLA's collectives then meet.) Where to
-connect, and a token that a connection has to show, travel through JAX's own coordination service.
+Each process holds the parts of its own devices. The front packs each step and sends the operation, the executable's key
+and the packed buffers over TCP to the followers, which make the same call, so that XLA's collectives match. The port,
+and a token that authenticates connections, are exchanged through JAX's coordination service.
 
-When one process goes, the collective that the others are in never ends. So whoever loses the connection says so and
-ends its process, at once: a launcher starts all again.
+If a process ends, the collectives of the others never finish. So a process that loses a connection logs it and exits
+at once; a launcher can then start all processes again.
 """
 
 import atexit
@@ -29,23 +29,24 @@ from omni_jax import compat
 
 logger = logging.getLogger(__name__)
 
-EXIT = 75  # of a process that lost another: "temporary failure, try again" in BSD's sysexits
-SECONDS = 300  # that processes wait for each other at the start
-COMPILE_SECONDS = 7200  # that they wait for each other's loading and compiling
-TOKEN_SECONDS = 5  # that a connection has to show the token
-_NAME = "omni-jax/"
+EXIT_CODE = 75  # of a process that lost another one: EX_TEMPFAIL, "try again", in BSD's sysexits
+# Timeouts in seconds:
+JOIN_SECONDS = 300  # to connect at the start
+COMPILE_SECONDS = 7200  # to wait for other processes that load and compile
+TOKEN_SECONDS = 5  # to receive the token of a connection
+_PREFIX = "omni-jax/"
 
 Message = tuple[str, tuple[str | int, ...], tuple[np.ndarray, ...]]  # operation, key, buffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """The processes, and which of them this is; 0 is the front.
+    """The processes that share a model.
 
     Attributes:
-        coordinator_address: host:port where the front's coordination service listens.
-        num_processes: all of them.
-        process_id: this one.
+        coordinator_address: host:port of the front's coordination service.
+        num_processes: number of processes, the front included.
+        process_id: index of this process; 0 is the front.
     """
 
     coordinator_address: str
@@ -54,24 +55,24 @@ class Group:
 
 
 def join(group: Group) -> "Front | Follower":
-    """Connects this process with the others. Nothing may have touched JAX's devices before.
+    """Connect this process with the others. Call it before anything uses JAX's devices.
 
     Raises:
-        whatever jax.distributed.initialize raises, when not all come.
+        whatever jax.distributed.initialize raises if not all processes join in time.
     """
     jax.distributed.initialize(
         coordinator_address=group.coordinator_address,
         num_processes=group.num_processes,
         process_id=group.process_id,
-        initialization_timeout=SECONDS,
-        cluster_detection_method="deactivate",  # it would give a process one GPU of its machine, under Slurm
+        initialization_timeout=JOIN_SECONDS,
+        cluster_detection_method="deactivate",  # under Slurm it would give each process one GPU of its machine
     )
     return Follower(group) if group.process_id else Front(group)
 
 
-def meet() -> None:
-    """Waits until all have compiled, which takes some of them longer: a collective waits for nobody so long."""
-    compat.meet(_NAME + "compiled", COMPILE_SECONDS)
+def wait_until_all_compiled() -> None:
+    """Wait until all processes have compiled. Their times differ by more than the timeout of a collective."""
+    compat.wait_at_barrier(_PREFIX + "compiled", COMPILE_SECONDS)
 
 
 class Front:
@@ -81,41 +82,41 @@ class Front:
         self._group, self._closing = group, False
         token = secrets.token_hex(16)
         with _listen() as server:
-            server.settimeout(SECONDS)
-            compat.publish(_NAME + "channel", f"{server.getsockname()[1]} {token}")
+            server.settimeout(JOIN_SECONDS)
+            compat.publish(_PREFIX + "channel", f"{server.getsockname()[1]} {token}")
             self._connections = [_accept(server, token) for _ in range(group.num_processes - 1)]
         for connection in self._connections:
             threading.Thread(target=self._watch, args=(connection,), name="channel", daemon=True).start()
-        # However this process ends, the followers do: JAX would wait for them, and they for what they are told. (Called
-        # before what was registered earlier, JAX's own.)
+        # Stop the followers on any exit. JAX's own handler would wait for them; it was registered earlier, so it runs
+        # after this one.
         atexit.register(self.close)
 
-    def settle(self, proposal: Any, agree: Callable[[list[Any]], Any]) -> Any:
-        """What holds for all processes: `agree` makes it of what each proposes, the front first. All is plain JSON."""
+    def agree(self, proposal: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Return `combine` of all processes' proposals, the front's first. Proposals and result are plain JSON."""
         others = [
-            json.loads(compat.look_up(f"{_NAME}proposal {number}", COMPILE_SECONDS))
+            json.loads(compat.look_up(f"{_PREFIX}proposal {number}", COMPILE_SECONDS))
             for number in range(1, self._group.num_processes)
         ]
-        settled = agree([proposal, *others])
-        compat.publish(_NAME + "settled", json.dumps(settled))
-        return settled
+        agreed = combine([proposal, *others])
+        compat.publish(_PREFIX + "agreed", json.dumps(agreed))
+        return agreed
 
-    def tell(self, operation: str, key: tuple[str | int, ...], buffers: Sequence[np.ndarray]) -> None:
-        """Has all followers make the same call. Returns once it was sent."""
+    def broadcast(self, operation: str, key: tuple[str | int, ...], buffers: Sequence[np.ndarray]) -> None:
+        """Send a call to all followers. Returns once it is sent."""
         message = _encode(operation, key, buffers)
         try:
             for connection in self._connections:
                 connection.sendall(message)
         except OSError as error:
             if not self._closing:
-                _lost("a follower", error)
+                _exit_after_loss("a follower", error)
 
     def close(self) -> None:
-        """Ends the followers. Closing again does nothing."""
+        """Stop the followers. A second call does nothing."""
         if self._closing:
             return
         self._closing = True
-        self.tell("stop", (), ())
+        self.broadcast("stop", (), ())
         for connection in self._connections:
             connection.close()
 
@@ -124,10 +125,10 @@ class Front:
             while connection.recv(1):  # followers send nothing
                 pass
             error = None
-        except OSError as found:
-            error = found
+        except OSError as failure:
+            error = failure
         if not self._closing:
-            _lost("a follower", error)
+            _exit_after_loss("a follower", error)
 
 
 class Follower:
@@ -136,26 +137,26 @@ class Follower:
     def __init__(self, group: Group):
         self._group = group
         host = group.coordinator_address.rpartition(":")[0].strip("[]")
-        port, token = compat.look_up(_NAME + "channel", SECONDS).split()
-        self._connection = socket.create_connection((host, int(port)), timeout=SECONDS)
+        port, token = compat.look_up(_PREFIX + "channel", JOIN_SECONDS).split()
+        self._connection = socket.create_connection((host, int(port)), timeout=JOIN_SECONDS)
         self._connection.settimeout(None)
         self._connection.sendall(token.encode())
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._receive, name="channel", daemon=True).start()
 
-    def settle(self, proposal: Any, agree: Callable[[list[Any]], Any]) -> Any:
-        """See Front.settle, which decides."""
-        del agree
-        compat.publish(f"{_NAME}proposal {self._group.process_id}", json.dumps(proposal))
-        return json.loads(compat.look_up(_NAME + "settled", COMPILE_SECONDS))
+    def agree(self, proposal: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """See Front.agree. Only the front calls `combine`."""
+        del combine
+        compat.publish(f"{_PREFIX}proposal {self._group.process_id}", json.dumps(proposal))
+        return json.loads(compat.look_up(_PREFIX + "agreed", COMPILE_SECONDS))
 
     def messages(self) -> Iterator[Message]:
-        """The front's calls, in order, until it ends."""
+        """Yield the front's calls in order, until it stops."""
         while (message := self._messages.get())[0] != "stop":
             yield message
 
     def _receive(self) -> None:
-        # A thread of its own: the calling one may be in a collective that never ends.
+        # In its own thread, because the calling thread may be in a collective that never finishes.
         try:
             with self._connection.makefile("rb") as stream:
                 while True:
@@ -164,33 +165,33 @@ class Follower:
                     if message[0] == "stop":
                         return
         except (OSError, EOFError, ValueError, struct.error) as error:
-            _lost("the front", error)
+            _exit_after_loss("the front", error)
 
 
 def _listen() -> socket.socket:
-    """On any port of all addresses: the coordinator's may be the name of a service that stands for this machine."""
+    """Listen on a free port of all addresses. (The coordinator's address may name a service, not this machine.)"""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
 def _accept(server: socket.socket, token: str) -> socket.socket:
-    """The next connection that shows the token; others are closed."""
+    """The next connection that sends the token; others are closed."""
     while True:
         connection, address = server.accept()
         connection.settimeout(TOKEN_SECONDS)
         try:
             with connection.makefile("rb", buffering=0) as stream:
-                shown = b""
-                while len(shown) < len(token) and (more := stream.read(len(token) - len(shown))):
-                    shown += more
+                sent = b""
+                while len(sent) < len(token) and (more := stream.read(len(token) - len(sent))):
+                    sent += more
         except OSError:
-            shown = b""
-        if hmac.compare_digest(shown, token.encode()):
+            sent = b""
+        if hmac.compare_digest(sent, token.encode()):
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
-        logger.warning("a connection from %s without the group's token was closed", address[0])
+        logger.warning("closed a connection from %s that did not send the group's token", address[0])
         connection.close()
 
 
@@ -205,7 +206,7 @@ def _decode(stream: Any) -> Message:
     operation, key, arrays = json.loads(_exactly(stream, length))
     buffers = []
     for dtype, shape in arrays:
-        # Its own array each, never filled again: JAX may read it where it lies.
+        # A new array each time, because JAX may alias it.
         array = np.empty(shape, np.dtype(dtype))
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(_exactly(stream, array.nbytes), np.uint8)
         buffers.append(array)
@@ -219,13 +220,13 @@ def _exactly(stream: Any, count: int) -> bytes:
     return data
 
 
-def _lost(who: str, error: BaseException | None) -> None:
+def _exit_after_loss(lost: str, error: BaseException | None) -> None:
     logger.critical(
-        "%s has gone (%s): the steps of this model cannot go on, and this process ends. Start all processes again; the "
-        "log of the one that has gone has the reason.",
-        who,
+        "lost the connection to %s (%s): this process cannot continue without it and exits. See the lost process's log "
+        "for the reason, then start all processes again.",
+        lost,
         error or "the connection was closed",
     )
     for handler in logging.getLogger().handlers:
         handler.flush()
-    os._exit(EXIT)
+    os._exit(EXIT_CODE)

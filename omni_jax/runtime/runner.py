@@ -1,4 +1,4 @@
-"""Dispatches step plans: packs what changed, calls two executables, and leaves the results on their way to the host."""
+"""Dispatch of step plans: pack the inputs, call the executables, and start to copy the results to the host."""
 
 import collections.abc
 import dataclasses
@@ -22,10 +22,10 @@ from omni_jax.runtime.blocks import (
     compaction_jobs,
     compaction_sizes,
     copy_jobs,
-    cut,
-    cut_data,
     pack_compaction,
     payload_bytes,
+    split_blocks,
+    split_payloads,
 )
 from omni_jax.runtime.encoder import Encoder, EncoderConfig
 from omni_jax.runtime.executables import Executable, Job, Key, compile_all, make_job
@@ -42,17 +42,17 @@ class RunnerConfig:
     """Sizes of the device state and of the executables.
 
     Attributes:
-        max_num_seqs: slots.
-        max_model_len: tokens of a sequence; sets the width of the block table.
-        block_size: tokens a block.
-        num_pages: pages of the arrays; the block pool may hand out fewer (see state.round_pages).
+        max_num_seqs: number of slots.
+        max_model_len: maximum tokens of a sequence; sets the width of the block table.
+        block_size: tokens per block.
+        num_pages: pages of the pool's arrays; the block pool may use fewer (see state.round_pages).
         buckets: compiled sizes.
-        dtype: of weights and cache.
-        eos_token_ids: suppressed, with a sequence's own stop ids, until its min_tokens are reached.
-        encoder: sizes of the vision tower's executables, for a model that has one.
+        dtype: dtype of weights and activations.
+        eos_token_ids: ids that are suppressed until min_tokens is reached, like a sequence's own stop ids.
+        encoder: sizes of the vision tower's executables; None for a text-only model.
         kv_cache_dtype: see state.abstract_pool.
-        swap: blocks can be read and written.
-        compression: sequences can be compacted.
+        swap: whether to compile reads and writes of blocks.
+        compression: whether to compile compaction.
         kernels: implementations of attention over the cache.
     """
 
@@ -75,10 +75,11 @@ class StepResult:
     """A dispatched step.
 
     Attributes:
-        plan: what was dispatched.
-        sampled: int32 [bucket, 2 + 2 * alternatives], see functions.head; None when no row sampled.
-        scored: the same for each token of the step; None when no row scored.
-        dispatched: seconds when the calls had been made.
+        plan: the dispatched plan.
+        sampled: int32 [bucket, 2 + 2 * alternatives], see functions.head; None if no row samples.
+        scored: the same for each token of the step; None if no row is scored.
+        anchor: a result of the body, which is ready when the body has finished.
+        dispatched: time.monotonic() after the calls.
     """
 
     plan: StepPlan
@@ -88,11 +89,11 @@ class StepResult:
     dispatched: float
 
     def is_ready(self) -> bool:
-        """Whether the step has ended."""
+        """Whether the step has finished."""
         return compat.is_ready(self.anchor if self.sampled is None else self.sampled)
 
     def read(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Waits for the results: `sampled` (one row for each sampling row of the plan, in order) and `scored`."""
+        """Wait for the results: `sampled` (one row for each sampling row of the plan, in order) and `scored`."""
         if self.sampled is None:
             jax.block_until_ready(self.anchor)
         sampled = None if self.sampled is None else np.asarray(self.sampled)
@@ -102,20 +103,20 @@ class StepResult:
 class Runner:
     """Owns the executables and the device state of one replica.
 
-    What it has the devices do are operations: a name, an executable's key, and buffers. Where several processes share
-    the row, each does the same ones in the same order (runtime.processes).
+    It calls the devices through operations: a name, an executable's key, and buffers. If several processes share the
+    replica, each runs the same operations in the same order (runtime.processes).
 
     Attributes:
-        mesh: the devices of the row.
-        tell: is told of each operation before it is done here; None where this process has all devices.
-        encoder: runs the vision tower, for a model that has one.
+        mesh: the devices of the replica.
+        broadcast: sends each operation to the other processes before it runs here; None in a single process.
+        encoder: runs the vision tower; None for a text-only model.
     """
 
     def __init__(self, model: ModelConfig, weights: Weights, config: RunnerConfig, mesh: Mesh):
-        """`model` and `weights` as they were spread over the mesh (sharding.fit, sharding.sharding_of)."""
+        """`model` and `weights` must be laid out for the mesh (sharding.fit, sharding.sharding_of)."""
         self.config, self.mesh = config, mesh
-        self.tell: Callable[[str, Key, tuple[np.ndarray, ...]], None] | None = None
-        self.shapes = functions.StepShapes(
+        self.broadcast: Callable[[str, Key, tuple[np.ndarray, ...]], None] | None = None
+        self.sizes = functions.StepSizes(
             rows=config.buckets.rows,
             slots=config.max_num_seqs + 1,
             pages_per_row=-(-config.max_model_len // config.block_size),
@@ -135,11 +136,11 @@ class Runner:
         self._executables: dict[Key, Executable] = {}
         self._rings: dict[Key, Ring] = {}
 
-    # -- start-up -----------------------------------------------------------------------------------------------------
+    # -- start --------------------------------------------------------------------------------------------------------
 
     def jobs(self) -> list[Job]:
-        """Everything to compile, the largest first."""
-        shapes, buckets, mesh = self.shapes, self.config.buckets, self.mesh
+        """All functions to compile, largest first."""
+        sizes, buckets, mesh = self.sizes, self.config.buckets, self.mesh
         state = self._abstract_state()
         pool, tables, slots, last_token, history = (
             state[k] for k in ("pool", "tables", "slots", "last_token", "history")
@@ -152,45 +153,48 @@ class Runner:
             return jax.ShapeDtypeStruct((rows, self._model.hidden_size), self.config.dtype)
 
         jobs = []
-        for kind, sizes in (("mixed", buckets.mixed), ("decode", buckets.decode)):
-            for size in reversed(sizes):
-                layout = shapes.body_layout(size, size if kind == "decode" else shapes.rows)
-                run = functions.body(self._weights.decoder, self._model, shapes, kind == "decode", layout)
+        for kind, kind_buckets in (("mixed", buckets.mixed), ("decode", buckets.decode)):
+            for size in reversed(kind_buckets):
+                layout = sizes.body_layout(size, size if kind == "decode" else sizes.rows)
+                run = functions.body(self._weights.decoder, self._model, sizes, kind == "decode", layout)
                 arguments = (leaves, pool, tables, last_token, layout.abstract(), features)
                 results = (RULES["pool"], WHOLE, WHOLE, WHOLE)
                 jobs.append(make_job(mesh, (kind, size), run, arguments, donate=(1, 2), results=results))
         for tokens in reversed(buckets.mixed):
-            arguments = (matrix, hidden(tokens), shapes.score_layout(tokens).abstract())
-            jobs.append(make_job(mesh, ("score", tokens), functions.score(shapes, tokens), arguments))
+            arguments = (matrix, hidden(tokens), sizes.score_layout(tokens).abstract())
+            jobs.append(make_job(mesh, ("score", tokens), functions.score(sizes, tokens), arguments))
         for variant in VARIANTS:
             for rows in reversed(buckets.decode if variant == "greedy" else buckets.sampled):
-                past = history if variant == "full" else ()
                 arguments = (
-                    *(matrix, hidden(shapes.rows), slots, last_token, past),
-                    shapes.head_layout(rows).abstract(),
+                    *(matrix, hidden(sizes.rows), slots, last_token, history if variant == "full" else ()),
+                    sizes.head_layout(rows).abstract(),
                 )
-                run = functions.head(shapes, variant, rows)
+                run = functions.head(sizes, variant, rows)
                 results = (WHOLE, RULES["history"], WHOLE)
                 jobs.append(make_job(mesh, ("head", rows, variant), run, arguments, donate=(3, 4), results=results))
-        arguments = (slots, tables, shapes.admit_layout().abstract())
-        jobs.append(make_job(mesh, ("admit",), functions.admit(shapes), arguments, donate=(0, 1)))
-        arguments, run = (history, shapes.history_layout().abstract()), functions.rebuild_history(shapes)
+        arguments = (slots, tables, sizes.admit_layout().abstract())
+        jobs.append(make_job(mesh, ("admit",), functions.admit(sizes), arguments, donate=(0, 1)))
+        arguments, run = (history, sizes.history_layout().abstract()), functions.rebuild_history(sizes)
         jobs.append(make_job(mesh, ("history",), run, arguments, donate=(0,), results=RULES["history"]))
         if self.config.swap:
             jobs += copy_jobs(mesh, pool)
         if self.config.compression:
-            jobs += compaction_jobs(mesh, pool, shapes.pages_per_row)
+            jobs += compaction_jobs(mesh, pool, sizes.pages_per_row)
         return jobs if self.encoder is None else jobs + self.encoder.jobs()
 
     def start(
         self,
         progress: Callable[[Executable, int, int], None] | None = None,
-        meet: Callable[[], None] = lambda: None,
+        compiled: Callable[[], None] = lambda: None,
     ) -> dict[Key, Executable]:
-        """Compiles, allocates the state, and runs one padded step. Returns the executables. `meet` is called once all
-        is compiled: to wait for other processes."""
+        """Compile, allocate the state, and run one step of padding. Returns the executables.
+
+        Args:
+            progress: see `compile_all`.
+            compiled: called after compilation; waits for other processes.
+        """
         self._executables = compile_all(self.jobs(), progress)
-        meet()
+        compiled()
         if self.encoder is not None:
             self.encoder.use(self._executables)
         self.reset()
@@ -199,11 +203,11 @@ class Runner:
         return self._executables
 
     def reset(self) -> None:
-        """Fresh device state: at the start, and after a step that raised took the donated arrays with it."""
+        """Make new device state: at the start, and after a step raised, which loses the donated arrays."""
         self._do("reset", ())
 
     def _abstract_state(self):
-        shapes, config, mesh = self.shapes, self.config, self.mesh
+        sizes, config, mesh = self.sizes, self.config, self.mesh
 
         def ints(*shape):
             return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -218,32 +222,32 @@ class Runner:
         )
         return {
             "pool": placed(mesh, pool, "pool"),
-            "tables": placed(mesh, ints(shapes.slots, shapes.pages_per_row)),
-            "slots": placed(mesh, abstract_slots(shapes.slots)),
-            "last_token": placed(mesh, ints(shapes.slots)),
-            "history": placed(mesh, ints(shapes.slots, shapes.vocab_size), "history"),
+            "tables": placed(mesh, ints(sizes.slots, sizes.pages_per_row)),
+            "slots": placed(mesh, abstract_slots(sizes.slots)),
+            "last_token": placed(mesh, ints(sizes.slots)),
+            "history": placed(mesh, ints(sizes.slots, sizes.vocab_size), "history"),
         }
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's payload, see runtime.blocks."""
+        """Bytes of a block's payload; see runtime.blocks."""
         return payload_bytes(self._pool)
 
     def read_blocks(self, blocks: collections.abc.Sequence[int]) -> BlockCopy:
-        """Starts to copy blocks to the host, as they are after all steps dispatched so far, and returns at once."""
+        """Start to copy blocks to the host, in their state after all steps dispatched so far. Returns at once."""
         parts = []
-        for count, pages in cut(blocks):
+        for count, pages in split_blocks(blocks):
             words = self._executables["read", len(pages)](self._pool, pages)
             words.copy_to_host_async()
             parts.append((words, count))
         return BlockCopy(parts=tuple(parts))
 
     def write_blocks(self, blocks: collections.abc.Sequence[int], data: np.ndarray) -> None:
-        """Starts to write uint8 [blocks, block_bytes], ahead of all steps dispatched from now on, and returns at once.
-        `data` is never to be changed afterwards: JAX may read it where it lies."""
-        for pages, words in cut_data(self._pool, blocks, data):
+        """Start to write uint8 [blocks, block_bytes], before all steps dispatched later. Returns at once. Do not change
+        `data` afterwards: JAX may alias it."""
+        for pages, words in split_payloads(self._pool, blocks, data):
             self._pool = self._executables["write", len(pages)](self._pool, pages, words)
 
     def compact(
@@ -256,14 +260,14 @@ class Runner:
         sinks: int,
         window: int,
     ) -> None:
-        """Starts to move `keep` of the `rows` rows in blocks `source` to the beginning of blocks `target`, between the
-        steps dispatched so far and those to come, and returns at once. Which rows, each KV head of each layer chooses
-        for itself: see kernels_pallas.kv_compaction. `target` may list blocks of `source`.
+        """Start to move `keep` of the `rows` cache rows in blocks `source` to the beginning of blocks `target`, after
+        all steps dispatched so far and before later ones. Returns at once. Each KV head of each layer selects its own
+        rows; see kernels_pallas.kv_compaction. `target` may contain blocks of `source`.
 
         Raises:
             ValueError: see blocks.pack_compaction.
         """
-        size = next(n for n in compaction_sizes(self.shapes.pages_per_row) if n >= len(source))
+        size = next(n for n in compaction_sizes(self.sizes.pages_per_row) if n >= len(source))
         block_size = self.config.block_size
         buffer = pack_compaction(size, block_size, source, rows, keep, target, sinks=sinks, window=window)
         self._do("compact", ("compact", size), buffer)
@@ -271,13 +275,13 @@ class Runner:
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def _do(self, operation: str, key: Key, *buffers: np.ndarray) -> Any:
-        """An operation, in all processes."""
-        if self.tell is not None:
-            self.tell(operation, key, buffers)
+        """Run an operation in all processes."""
+        if self.broadcast is not None:
+            self.broadcast(operation, key, buffers)
         return self.do(operation, key, *buffers)
 
     def do(self, operation: str, key: Key, *buffers: np.ndarray) -> Any:
-        """An operation, in this process: what a follower does with what it is told."""
+        """Run an operation in this process. Followers call it with what the front broadcasts."""
         return getattr(self, f"_do_{operation}")(key, *buffers)
 
     def _do_body(self, key: Key, packed: np.ndarray) -> jax.Array:
@@ -314,7 +318,7 @@ class Runner:
         self._pool = self._executables[key](self._pool, packed)
 
     def _do_reset(self, _: Key) -> None:
-        # What is left of the old state first: there is no room for both.
+        # Free the old state first: there may be no room for both.
         for name in ("_pool", "_tables", "_slots", "_last_token", "_history", "_hidden", "_all_hidden"):
             setattr(self, name, None)
         if self.encoder is not None:
@@ -324,13 +328,13 @@ class Runner:
             state[name] for name in ("pool", "tables", "last_token", "history")
         )
         slots = state["slots"]
-        neutral = np.tile(np.asarray(NEUTRAL, np.float32), (self.shapes.slots, 1))
+        neutral = np.tile(np.asarray(NEUTRAL, np.float32), (self.sizes.slots, 1))
         self._slots = dataclasses.replace(slots, numbers=put(neutral, slots.numbers.sharding))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def dispatch(self, plan: StepPlan) -> StepResult:
-        """Starts a step and returns at once. At most two steps may be out: see packing.Ring."""
+        """Start a step and return at once. At most two steps may be in flight; see packing.Ring."""
         for row in plan.rows:
             if row.admit or row.moved:
                 self._admit(row)
@@ -353,7 +357,7 @@ class Runner:
         buckets = self.config.buckets
         size = buckets.cover_decode(len(rows)) if variant == "greedy" else buckets.cover_sampled(len(rows))
         key: Key = ("head", size, variant)
-        buffer, field = self._take(key, lambda: self.shapes.head_layout(size))
+        buffer, field = self._take(key, lambda: self.sizes.head_layout(size))
         n = len(rows)
         field["slot"][:n] = [row.slot for row in rows]
         field["slot"][n:] = self._pad_slot
@@ -365,7 +369,7 @@ class Runner:
 
     def _score(self, plan: StepPlan) -> jax.Array:
         key: Key = ("score", plan.size)
-        buffer, field = self._take(key, lambda: self.shapes.score_layout(plan.size))
+        buffer, field = self._take(key, lambda: self.sizes.score_layout(plan.size))
         targets, at = field["targets"], 0
         targets[:] = 0
         for row in plan.rows:
@@ -377,8 +381,8 @@ class Runner:
 
     def _pack_body(self, key: Key, plan: StepPlan) -> np.ndarray:
         decode, rows = plan.decode, plan.rows
-        width = plan.size if decode else self.shapes.rows
-        buffer, field = self._take(key, lambda: self.shapes.body_layout(plan.size, width))
+        width = plan.size if decode else self.sizes.rows
+        buffer, field = self._take(key, lambda: self.sizes.body_layout(plan.size, width))
         n = len(rows)
         field["row_slot"][:n] = [row.slot for row in rows]
         field["row_slot"][n:] = self._pad_slot
@@ -417,11 +421,11 @@ class Runner:
         return buffer
 
     def _admit(self, row: Row) -> None:
-        """Writes the slot's state and its whole block table. For a row that only moved, the state is the same again;
-        but not the history, which is ahead of the host by the token in flight."""
+        """Write a slot's state and its whole block table. A row that only moved keeps its history, which includes the
+        token in flight that the host does not know yet."""
         sequence, params = row.sequence, row.sequence.request.params
-        buffer, field = self.shapes.admit_layout().fresh()
-        vocab = self.shapes.vocab_size
+        buffer, field = self.sizes.admit_layout().fresh()
+        vocab = self.sizes.vocab_size
         field["slot"][...] = row.slot
         seed = (params.seed or 0) & (2**64 - 1)
         field["seed"][:] = (seed >> 32, seed & 0xFFFFFFFF)
@@ -435,7 +439,7 @@ class Runner:
         _fill(field["blocks"], sequence.blocks, 0)
         self._do("admit", ("admit",), buffer)
         if params.penalised and row.admit:
-            buffer, field = self.shapes.history_layout().fresh()
+            buffer, field = self.sizes.history_layout().fresh()
             field["slot"][...] = row.slot
             field["prompt"][...] = sequence.num_prompt
             field["known"][...] = len(sequence.known)
@@ -449,12 +453,12 @@ class Runner:
 
 
 def _pack_media(rows: tuple[Row, ...], start: np.ndarray, rotary: np.ndarray, feature_row: np.ndarray) -> None:
-    """Rotary positions [3, tokens] and rows of the feature array [tokens] of a step."""
+    """Fill a step's rotary positions [3, tokens] and rows of the feature array [tokens]."""
     feature_row[:] = 0
     rotary[:, int(start[len(rows)]) :] = 0
     for row, at in zip(rows, start.tolist(), strict=False):
         request, stop = row.sequence.request, row.start + row.count
-        known = 0  # tokens of the row that are of the prompt, and have positions in the request
+        known = 0  # tokens of the row in the prompt, whose positions are in the request
         if request.positions is not None and row.start < row.sequence.num_prompt:
             known = min(stop, row.sequence.num_prompt) - row.start
             rotary[:, at : at + known] = request.positions[:, row.start : row.start + known]
@@ -475,17 +479,17 @@ def _numbers(params: SamplingParams) -> tuple[float, ...]:
 
 
 def _output_index(sequence: Sequence) -> int:
-    """Which output token is being sampled; it is counted as pending already."""
+    """Index in the output of the token to sample, which is already counted as pending."""
     return sequence.num_output + sequence.pending - 1
 
 
 def _suppresses_stop(sequence: Sequence) -> bool:
-    """Whether the token being sampled comes before min_tokens."""
+    """Whether the token to sample is within the first min_tokens."""
     return _output_index(sequence) < sequence.request.params.min_tokens
 
 
 def _forced(sequence: Sequence) -> int:
-    """The token to take in place of a sampled one, -1 for none."""
+    """The token to take instead of a sampled one, or -1."""
     forced = sequence.request.forced_ids
     if not forced:
         return -1

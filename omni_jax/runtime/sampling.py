@@ -1,10 +1,10 @@
-"""From logits to a token, for all rows at once, without sorting the vocabulary.
+"""Sampling of one token per row from logits, without sorting the vocabulary.
 
-Order of the cut-offs: temperature, top_k, top_p, min_p (as transformers). A cut-off is a threshold on the probability:
-tokens as likely as the last one that is kept are kept too.
+Order of operations: temperature, top_k, top_p, min_p (as in transformers). A cut-off is a threshold on the probability,
+so tokens that tie with the last kept token are kept too.
 
-With an `axis` of several devices, each has the logits of its part of the vocabulary, in order, and all come to the same
-tokens. They exchange a few numbers a row: the best of each part, counts and sums, never logits.
+With an `axis` of several devices, each device has the logits of its part of the vocabulary, in order, and all compute
+the same tokens. They exchange a few numbers per row (the best of each part, counts and sums), never all logits.
 """
 
 import jax
@@ -12,35 +12,35 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from omni_jax.models.axis import ALONE, ModelAxis
+from omni_jax.models.axis import ONE_DEVICE, ModelAxis
 from omni_jax.requests.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
-SUPPRESSED = -1e30  # a logit that is never chosen; finite, so that differences stay numbers
-_BLOCK = 128  # tokens a block of the two-level draw
-_CHUNK = 256  # tokens a chunk of the two-level top-k
+SUPPRESSED = -1e30  # logit of a token that is never sampled; finite, so that differences are not NaN
+_BLOCK = 128  # tokens per block of the two-level draw
+_CHUNK = 256  # tokens per chunk of the two-level top-k
 
 
 def most_likely(
-    logits: Float[Array, "rows vocab"], count: int, axis: ModelAxis = ALONE
+    logits: Float[Array, "rows vocab"], count: int, axis: ModelAxis = ONE_DEVICE
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
-    """The `count` largest of each row of all devices' logits and their ids, best first, of equal ones the first.
+    """The `count` largest logits of each row over all devices and their ids, largest first; ties by lower id.
 
-    The barriers: XLA for CPU has a fast top-k, but does not recognise it once what follows was simplified into it, and
-    then sorts the whole vocabulary (150 ms instead of 1 ms for eight rows of 49,152). There are two of them because XLA
-    dies of one around both results when it compiles for several devices.
+    The barriers keep XLA for CPU from simplifying later operations into the top-k: it would not recognise it any more
+    and sort the whole vocabulary (150 ms instead of 1 ms for eight rows of 49,152). There are two, because XLA crashes
+    on one around both results when it compiles for several devices.
     """
     vocab = logits.shape[1]
     values, ids = (lax.optimization_barrier(x) for x in _top_k(logits, min(count, vocab)))
     if axis.size == 1:
         return values, ids
-    # Devices lie in the order of their ids, so that the first of equal ones stays the first.
+    # Devices hold ids in ascending order, so ties still go to the lower id.
     values, ids = (jnp.concatenate(axis.gather(x), axis=1) for x in (values, ids + axis.first(vocab)))
     values, places = lax.top_k(values, count)
     return values, jnp.take_along_axis(ids, places, axis=1)
 
 
 def _top_k(values, count):
-    """lax.top_k, as it is fast on each platform."""
+    """lax.top_k, in a form that is fast on the platform."""
     return lax.platform_dependent(
         values, cpu=lambda x: tuple(lax.top_k(x, count)), default=lambda x: top_k_by_chunks(x, count)
     )
@@ -49,8 +49,8 @@ def _top_k(values, count):
 def top_k_by_chunks(
     values: Float[Array, "rows numbers"], count: int
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
-    """What lax.top_k gives. On GPUs XLA sorts whole rows for it (its own top-k takes 16 at most); here it sorts the
-    largest of each chunk, and then the `count` best chunks: all others hold nothing that could be among the best."""
+    """lax.top_k for GPUs, where XLA sorts whole rows if count > 16. This sorts the maxima of chunks, and then only the
+    `count` chunks with the largest maxima, as no other chunk can contain one of the `count` largest values."""
     rows, numbers = values.shape
     if numbers <= count * _CHUNK:
         top, places = lax.top_k(values, count)
@@ -58,7 +58,7 @@ def top_k_by_chunks(
     padded = jnp.pad(values, ((0, 0), (0, -numbers % _CHUNK)), constant_values=-jnp.inf)
     chunks = padded.reshape(rows, -1, _CHUNK)
     _, best = lax.top_k(chunks.max(axis=-1), count)
-    best = jnp.sort(best, axis=-1)  # in the order of places, so that the first of equal ones stays the first
+    best = jnp.sort(best, axis=-1)  # ascending, so that ties go to the lower index
     candidates = jnp.take_along_axis(chunks, best[:, :, None], axis=1).reshape(rows, -1)
     top, places = lax.top_k(candidates, count)
     return top, jnp.take_along_axis(best, places // _CHUNK, axis=1) * _CHUNK + places % _CHUNK
@@ -71,14 +71,14 @@ def draw(
     top_p: Float[Array, "rows"],
     min_p: Float[Array, "rows"],
     uniform: Float[Array, "rows"],
-    axis: ModelAxis = ALONE,
+    axis: ModelAxis = ONE_DEVICE,
 ) -> Int[Array, "rows"]:
-    """One token a row: the most likely where the temperature says greedy, else drawn by `uniform` in [0, 1); -1 where
-    there is nothing to choose from, because logits are not numbers or none is above minus infinity."""
+    """One token per row: the most likely one if the temperature is greedy, otherwise drawn by `uniform` in [0, 1). -1
+    if logits are NaN or all minus infinity."""
     best, largest = _best(logits, axis)
     greedy = temperature <= GREEDY_TEMPERATURE
     scale = jnp.where(greedy, 1.0, temperature)
-    # The largest becomes 1, so a tiny temperature gives exact zeros elsewhere and no infinity.
+    # The largest becomes 1, so a tiny temperature gives zeros elsewhere and no infinity.
     likelihood = jnp.exp((logits - largest[:, None]) / scale[:, None])
     threshold = jnp.maximum(_threshold(likelihood, top_k, top_p, axis), min_p)
     kept = jnp.where(likelihood >= threshold[:, None], likelihood, 0.0)
@@ -87,7 +87,7 @@ def draw(
 
 
 def _best(logits, axis):
-    """Id and value of each row's largest logit, of equal ones the first."""
+    """Id and value of each row's largest logit; ties by lower id."""
     best, largest = jnp.argmax(logits, axis=-1).astype(jnp.int32), logits.max(axis=-1)
     if axis.size == 1:
         return best, largest
@@ -97,8 +97,8 @@ def _best(logits, axis):
 
 
 def uniforms(keys: UInt[Array, "rows 2"], positions: Int[Array, "rows"]) -> Float[Array, "rows"]:
-    """One number in [0, 1) a row, from the row's key and the position of the token to draw and nothing else: it does
-    not depend on the batch, on chunks, or on how often the sequence was preempted."""
+    """One number in [0, 1) per row, from the row's key and the position of the token to sample only: it does not depend
+    on the batch, on chunks or on preemption."""
 
     def one(key, position):
         key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
@@ -114,10 +114,10 @@ def penalise(
     presence: Float[Array, "rows"],
     frequency: Float[Array, "rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Repetition penalty over prompt and output (Keskar et al., arXiv 1909.05858), presence and frequency over the
-    output.
+    """Apply the repetition penalty for prompt and output (Keskar et al., arXiv 1909.05858), and the presence and
+    frequency penalties for the output.
 
-    `history` is twice the number of times a token was generated, plus one if it is in the prompt.
+    `history` is twice a token's count in the output, plus one if it is in the prompt.
     """
     repetition = repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -132,10 +132,10 @@ def bias(
     values: Float[Array, "rows pairs"],
     suppressed_ids: Int[Array, "rows ids"],
     suppress: Bool[Array, "rows"],
-    axis: ModelAxis = ALONE,
+    axis: ModelAxis = ONE_DEVICE,
 ) -> Float[Array, "rows vocab"]:
-    """Adds logit_bias, and makes the suppressed ids impossible in rows that `suppress`. Unused places hold id =
-    vocab."""
+    """Add logit_bias, and suppress `suppressed_ids` in rows where `suppress` is true. Padding of ids is the
+    vocabulary's size."""
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
     ids, suppressed_ids = axis.local(ids, vocab), axis.local(suppressed_ids, vocab)
     logits = logits.at[rows, ids].add(values, mode="drop")
@@ -144,10 +144,10 @@ def bias(
 
 
 def _threshold(likelihood, top_k, top_p, axis):
-    """The least likelihood that top_k and top_p keep.
+    """The smallest likelihood that top_k and top_p keep.
 
-    Nearly always it follows from the MAX_LOGPROBS most likely tokens. Where it does not, it is searched for by
-    bisection on the bits of the (non-negative) floats, which are ordered like the floats.
+    It is usually among the MAX_LOGPROBS most likely tokens. If not, it is found by bisection on the bits of the floats,
+    which are ordered like the floats because these are not negative.
     """
     rows, vocab = likelihood.shape[0], axis.size * likelihood.shape[1]
     limit = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
@@ -157,7 +157,7 @@ def _threshold(likelihood, top_k, top_p, axis):
     kth = jnp.take_along_axis(listed, jnp.minimum(limit, size)[:, None] - 1, axis=1)[:, 0]
 
     def search(reaches):
-        """The largest bit pattern whose float satisfies `reaches` (which a threshold of 0 does), for each row."""
+        """The largest float that satisfies `reaches`, for each row. A threshold of 0 satisfies it."""
 
         def halve(_, bounds):
             low, high = bounds
@@ -197,14 +197,14 @@ def _threshold(likelihood, top_k, top_p, axis):
 
 
 def _inverse_cdf(weights, uniform, axis):
-    """Index drawn with probability proportional to `weights` [rows, vocab]: first a device, then a block of its part,
-    then a place in that."""
+    """Draw an index with probability proportional to `weights` [rows, vocab]: first the device, then a block of its
+    part, then a place in the block."""
     rows, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
     up_to = jnp.cumsum(blocks.sum(axis=-1), axis=-1)
     goal, mine = _own_goal(up_to[:, -1], uniform, axis)
     block = jnp.minimum((up_to <= goal[:, None]).sum(axis=-1), up_to.shape[1] - 1)
-    # Rounding may make the goal equal the whole; then the last block that holds anything is meant.
+    # Rounding may make the goal equal the total. Then take the last block with a weight above 0.
     last = up_to.shape[1] - 1 - jnp.argmax((blocks.sum(axis=-1) > 0)[:, ::-1], axis=-1)
     block = jnp.minimum(block, last)
     before = jnp.where(block > 0, jnp.take_along_axis(up_to, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
@@ -217,8 +217,8 @@ def _inverse_cdf(weights, uniform, axis):
 
 
 def _own_goal(total, uniform, axis):
-    """Up to where this device's weights [rows], which sum to `total`, have to be added, and whether the draw falls on
-    this device."""
+    """The cumulative weight [rows] that the draw must reach within this device, whose weights sum to `total`, and
+    whether the draw falls on this device."""
     if axis.size == 1:
         return uniform * total, True
     totals = axis.gather(total)

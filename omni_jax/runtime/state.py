@@ -1,6 +1,6 @@
-"""What lives on the device between steps: the KV pool, block tables, last tokens and sampling state, by slot.
+"""State on the device between steps: the KV pool, and by slot the block tables, last tokens and sampling state.
 
-Slot `max_num_seqs` is nobody's: padding rows use it.
+Padding rows use slot `max_num_seqs`, which no sequence gets.
 """
 
 import dataclasses
@@ -18,22 +18,22 @@ from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 NEUTRAL = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
-Pool = tuple[Pages, ...]  # keys and values of layer 0, of layer 1, …; the first axis of every array counts pages
+Pool = tuple[Pages, ...]  # keys and values of layer 0, of layer 1, …; the first axis of every array is pages
 KVCacheDtype = Literal["auto", "int8"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotState:
-    """Sampling state, written once when a sequence gets its slot.
+    """Sampling state of all slots. A slot is written once, when a sequence gets it.
 
     Attributes:
         key: random key of the continuation.
-        numbers: temperature, top_p, min_p and penalties, see the column names above.
-        top_k: 0 for no limit.
-        bias_ids: logit_bias, unused places hold the vocabulary's size.
-        bias_values: what is added.
-        stop_ids: ids that min_tokens suppresses, unused places hold the vocabulary's size.
+        numbers: temperature, top_p, min_p and penalties in the columns named above.
+        top_k: number of tokens to keep; 0 for no limit.
+        bias_ids: token ids of logit_bias, padded with the vocabulary's size.
+        bias_values: the biases.
+        stop_ids: token ids that min_tokens suppresses, padded with the vocabulary's size.
     """
 
     key: UInt[Array, "slots 2"]
@@ -53,18 +53,17 @@ def abstract_pool(
     platform: str,
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> Any:
-    """Shapes of the pool; see `round_pages` for the number of pages.
+    """Shapes of the pool.
 
     Args:
-        config: of the model.
-        num_pages: first axis of every array.
-        block_size: tokens a page.
-        dtype: of the keys and values that the model computes.
-        platform: where the pool lies, see `storage_dtype`.
-        kv_cache_dtype: "auto" keeps them in `dtype`, "int8" as QuantPages.
+        num_pages: first axis of every array; see `round_pages`.
+        block_size: tokens per page.
+        dtype: dtype of the model's keys and values.
+        platform: platform of the devices; see `storage_dtype`.
+        kv_cache_dtype: "auto" stores keys and values in `dtype`, "int8" as QuantPages.
 
     Raises:
-        ValueError: no such kv_cache_dtype.
+        ValueError: kv_cache_dtype is unknown.
     """
     shape = (num_pages, config.num_key_value_heads, block_size, config.head_dim)
     if kv_cache_dtype == "int8":
@@ -74,7 +73,7 @@ def abstract_pool(
     elif kv_cache_dtype == "auto":
         page = jax.ShapeDtypeStruct(shape, storage_dtype(jnp.dtype(dtype), platform))
     else:
-        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r}: there are 'auto' (as the model computes) and 'int8'")
+        raise ValueError(f"kv_cache_dtype must be 'auto' (the model's dtype) or 'int8', got {kv_cache_dtype!r}")
     return (page,) * (2 * config.num_hidden_layers)
 
 
@@ -93,8 +92,8 @@ def abstract_slots(slots: int) -> SlotState:
 
 
 def block_bytes(config: ModelConfig, *, block_size: int, dtype, kv_cache_dtype: KVCacheDtype = "auto") -> int:
-    """Bytes of one block over all layers, keys and values, and scales if there are any. int8 with its scales takes
-    (head_dim + 4) / (2 * head_dim) of bfloat16: 0.531 at head_dim 64, 0.516 at 128."""
+    """Bytes of one block in all layers: keys, values and, for int8, scales. int8 with scales takes
+    (head_dim + 4) / (2 * head_dim) of bfloat16's bytes: 0.531 at head_dim 64, 0.516 at 128."""
     block = abstract_pool(
         config, num_pages=1, block_size=block_size, dtype=dtype, platform="cpu", kv_cache_dtype=kv_cache_dtype
     )
@@ -102,7 +101,7 @@ def block_bytes(config: ModelConfig, *, block_size: int, dtype, kv_cache_dtype: 
 
 
 def round_pages(pages: int, *, up: bool = False) -> int:
-    """The next lower (or higher) number with five significant bits. The page count is part of every executable's shape,
-    so free memory that differs a little must not change it: the compilation cache would miss."""
+    """Round down (or up) to five significant bits. The page count is part of every executable's shape, so a small
+    change of free memory must not change it, or the compilation cache would miss."""
     step = 1 << max(0, pages.bit_length() - 5)
     return -(-pages // step) * step if up else pages // step * step

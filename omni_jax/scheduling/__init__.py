@@ -1,4 +1,4 @@
-"""Which tokens of which sequences run in the next step. Pure Python: no JAX, and no clock of its own."""
+"""Which tokens of which sequences run in the next step. Pure Python: no JAX, and the caller passes the time."""
 
 from omni_jax.scheduling.blocks import Blocks, Compression, Swap
 from omni_jax.scheduling.buckets import Buckets, default_buckets, patch_buckets

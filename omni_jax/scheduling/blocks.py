@@ -1,14 +1,12 @@
-"""Which sequence holds which blocks: what it finds in the prefix cache, what it leaves there, what is swapped out and
-comes back, and what compression takes.
+"""Which sequence holds which blocks: prefix cache hits, registration, swapping and compression.
 
-- A sequence takes what the cache has of its beginning when it is about to be admitted (a new one with images also
-  when it comes, so that nobody encodes an image whose keys and values are there), and computes at least one token
-  itself.
-- Blocks enter the cache when a step is planned that fills them with known tokens: device calls are ordered, so whoever
-  reads them reads later.
-- A sequence whose own block is a copy of a cached one registers nothing behind it: so whoever holds a cached block
-  holds all before it.
-- Who waits for what somebody else is just computing lets him do it, and takes it from the cache.
+- A sequence takes its hits when it is about to be admitted, and computes at least one token itself. A new sequence with
+  images takes them when it arrives, so that an image with cached keys and values is not encoded.
+- Blocks are registered when the step that fills them with known tokens is planned. Device calls are ordered, so a
+  sequence that takes them reads them later.
+- After a block whose digest another block already has, a sequence registers no more blocks. So a holder of a cached
+  block also holds all blocks before it.
+- A sequence waits if a running one is already computing its next block, and takes the block from the cache.
 """
 
 import collections
@@ -23,53 +21,54 @@ from omni_jax.requests.sequence import Parcel, Swapped
 
 
 class Swap(Protocol):
-    """Where blocks go that leave the device (engine/swapping.py)."""
+    """The store for blocks that are swapped out of the device (engine/swapping.py)."""
 
     def store(self, sequence: Sequence, blocks: list[int], tokens: int) -> Parcel | None:
-        """Starts copying blocks, which may be handed out again at once, away. None: computing the `tokens` in them
-        again is cheaper, or there is no room."""
+        """Start copying blocks away; they may be reused at once. Returns None if recomputing the `tokens` tokens in
+        them is cheaper, or if there is no room."""
         ...
 
     def is_ready(self, parcel: Parcel) -> bool:
-        """Whether `load` returns at once; starts what is needed for that."""
+        """Whether `load` returns at once. Starts what that needs."""
         ...
 
     def load(self, parcel: Parcel, blocks: list[int]) -> bool:
-        """Starts copying back into `blocks`, ahead of the next step, and forgets the parcel. False: it is lost."""
+        """Start copying into `blocks`, before the next step, and forget the parcel. Returns False if it is lost."""
         ...
 
     def drop(self, parcel: Parcel) -> None:
-        """Forgets a parcel."""
+        """Forget a parcel."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How the cache of a sequence shrinks while it decodes.
+    """How the cache of a sequence is compressed while it decodes.
 
     Attributes:
-        ratio: (decode step, most decode steps) -> the share of its tokens that may be dropped.
-        compact: (blocks, rows in them, rows to keep, blocks to put them in): dispatched ahead of the next step.
-        least: rows that are always kept.
+        ratio: (decode step, maximum number of decode steps) -> share of its tokens that may be dropped.
+        compact: (blocks, rows in them, rows to keep, blocks to write them to) -> None. Dispatched before the next step.
+        min_rows: Number of rows that are always kept.
     """
 
     ratio: Callable[[int, int], float]
     compact: Callable[[list[int], int, int, list[int]], None]
-    least: int = 1
+    min_rows: int = 1
 
 
 class Blocks:
-    """The scheduler's side of the block pool.
+    """The scheduler's view of the block pool.
 
     Args:
-        prefix_caching: whether beginnings are shared between requests.
-        swap, compression: None does without.
+        pool: The pool.
+        prefix_caching: Whether requests share the blocks of common prefixes.
+        swap: Store for swapped blocks; None disables swapping.
+        compression: Compression settings; None disables compression.
 
     Attributes:
-        pool: the pool.
-        queries, hits: prompt tokens of admitted requests, and those among them that were in the cache, by modality.
-        dropped: tokens that compression took.
-        swapped_out, swapped_in, swapped: blocks that went and came, and those that are out.
+        queries, hits: Number of prompt tokens of admitted requests, and of those found in the cache, by modality.
+        dropped: Number of tokens dropped by compression.
+        swapped_out, swapped_in, swapped: Number of blocks swapped out, swapped in, and out at present.
     """
 
     def __init__(
@@ -86,31 +85,33 @@ class Blocks:
         self.hits: collections.Counter[str] = collections.Counter()
         self.dropped = self.swapped_out = self.swapped_in = self.swapped = 0
 
-    # -- how many -----------------------------------------------------------------------------------------------------
+    # -- block counts -------------------------------------------------------------------------------------------------
 
     def missing(self, sequence: Sequence, hits: Iterable[int] = ()) -> int:
-        """Blocks to be taken from the pool before all its known tokens can be computed; of `hits`, which it takes from
-        the cache, those that nobody holds."""
+        """Number of blocks to take from the pool before all known tokens of a sequence can be computed.
+
+        Of `hits`, the cached blocks that it will share, only those without references count.
+        """
         need = self.pool.blocks_for(len(sequence.known) - _dropped(sequence)) - len(sequence.blocks)
         return need - sum(self.pool.references(block) > 0 for block in hits)
 
-    def reserve(self, sequence: Sequence) -> int:
-        """Blocks that stay free for a sequence beside those that its known tokens need: one to grow by. A compressed
-        sequence cannot be computed again, so with compression it is all that it may come to need."""
+    def num_reserved(self, sequence: Sequence) -> int:
+        """Number of free blocks to keep for a sequence in addition to those for its known tokens: one to grow by. With
+        compression it is all that it may still need, because a compressed sequence cannot be recomputed."""
         if self.compression is None:
             return 1
         held = max(len(sequence.blocks), self.pool.blocks_for(len(sequence.known) - _dropped(sequence)))
-        most = sequence.num_prompt + sequence.max_output - _dropped(sequence)
-        return max(self.pool.blocks_for(most) - held, 0)
+        total = sequence.num_prompt + sequence.max_output - _dropped(sequence)
+        return max(self.pool.blocks_for(total) - held, 0)
 
-    def may_lose(self, sequence: Sequence) -> bool:
-        """Whether blocks or a slot may be taken from a sequence: not from a compressed one that cannot be swapped."""
+    def is_preemptible(self, sequence: Sequence) -> bool:
+        """Whether a sequence may lose blocks or its slot. A compressed one may only if it can be swapped out."""
         return not sequence.dropped or self.swap is not None
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that continue what a waiting sequence holds, as far as its last token but one."""
+        """Cached blocks that continue the blocks of a waiting sequence, up to its last token but one."""
         held = len(sequence.blocks)
         if (
             not self.prefix_caching
@@ -124,15 +125,15 @@ class Blocks:
         self._extend(sequence)
         return self.pool.find(sequence.digests[held : (len(sequence.known) - 1) // self.pool.block_size])
 
-    def take(self, sequence: Sequence, hits: list[int]) -> None:
-        """Gives a waiting sequence what `match` found."""
+    def take_hits(self, sequence: Sequence, hits: list[int]) -> None:
+        """Let a waiting sequence share the blocks that `match` found."""
         self.pool.share(hits)
         sequence.blocks += hits
         sequence.registered = len(sequence.blocks)
         sequence.computed += len(hits) * self.pool.block_size
 
     def next_digest(self, sequence: Sequence, hits: int = 0) -> bytes | None:
-        """Of the block that it would compute next, with so many hits; None where the cache could not hold that."""
+        """Digest of the block that a sequence would compute next, after `hits` hits; None if it could not be cached."""
         at = len(sequence.blocks) + hits if sequence.slot is None else sequence.registered
         if not self.prefix_caching or sequence.swapped is not None or sequence.wants_prompt_logprobs:
             return None
@@ -141,7 +142,7 @@ class Blocks:
         return sequence.digests[at] if at < last else None
 
     def register(self, sequence: Sequence) -> None:
-        """Enters blocks that are full of known and computed tokens into the cache."""
+        """Register a sequence's blocks that are full of known and computed tokens."""
         if not self.prefix_caching or sequence.dropped or sequence.finish_reason == "error":
             return
         size = self.pool.block_size
@@ -161,8 +162,8 @@ class Blocks:
                 return
             sequence.registered += 1
 
-    def count(self, sequence: Sequence) -> None:
-        """Notes what a sequence found when it was admitted for the first time."""
+    def count_hits(self, sequence: Sequence) -> None:
+        """Count the hits of a sequence that is admitted for the first time."""
         sequence.cached = sequence.computed
         if not self.prefix_caching:
             return
@@ -175,12 +176,12 @@ class Blocks:
     def _extend(self, sequence: Sequence) -> None:
         extend(sequence.digests, sequence.request, sequence.known, self.pool.block_size)
 
-    # -- giving back --------------------------------------------------------------------------------------------------
+    # -- preemption ---------------------------------------------------------------------------------------------------
 
-    def cut(self, sequence: Sequence, keep: int) -> None:
-        """Takes the blocks behind the first `keep` from a sequence, to be computed again."""
+    def truncate(self, sequence: Sequence, keep: int) -> None:
+        """Free a sequence's blocks after the first `keep`; their tokens must be recomputed."""
         if sequence.swapped is not None and keep < sequence.swapped.first:
-            self.forget(sequence)
+            self.drop_swapped(sequence)
         self.pool.free(reversed(sequence.blocks[keep:]))
         del sequence.blocks[keep:]
         if not keep:
@@ -189,19 +190,19 @@ class Blocks:
         sequence.registered = min(sequence.registered, keep)
         sequence.on_device_blocks = 0
 
-    def take_from(self, sequence: Sequence, keep: int) -> bool | None:
-        """Takes the blocks behind the first `keep` away, to the host where that is cheaper than to compute them again.
+    def preempt(self, sequence: Sequence, keep: int) -> bool | None:
+        """Free a sequence's blocks after the first `keep`, swapping them out if that is cheaper than recomputing.
 
         Returns:
-            whether they were swapped out; None where nothing was taken: from a compressed sequence either all blocks go
-            to the host or none does.
+            Whether they were swapped out, or None if none were freed: a compressed sequence loses all blocks to the
+            host, or none.
         """
         if sequence.dropped:
             keep = 0
-        else:  # taking what others hold too would free nothing
+        else:  # freeing shared blocks would not help
             while keep < len(sequence.blocks) and self.pool.references(sequence.blocks[keep]) > 1:
                 keep += 1
-        lost = sequence.blocks[keep : self.pool.blocks_for(sequence.rows)]  # those that hold something
+        lost = sequence.blocks[keep : self.pool.blocks_for(sequence.rows)]  # without the empty ones
         if lost and self.swap is not None and sequence.swapped is None:
             parcel = self.swap.store(sequence, lost, sequence.rows - keep * self.pool.block_size)
             if parcel is not None:
@@ -212,27 +213,26 @@ class Blocks:
                     computed=sequence.computed,
                     dropped=sequence.dropped,
                 )
-                self.cut(sequence, keep)
+                self.truncate(sequence, keep)
                 sequence.swapped = swapped
                 self.swapped_out += len(lost)
                 self.swapped += len(lost)
                 return True
         if sequence.dropped:
             return None
-        self.cut(sequence, keep)
+        self.truncate(sequence, keep)
         return False
 
-    def is_back(self, sequence: Sequence) -> bool:
-        """Whether what was swapped out of a waiting sequence, if anything, could be brought back at once. Starts what
-        is needed for that."""
+    def can_restore(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence has no swapped blocks, or they can be restored at once. Starts what that needs."""
         if sequence.swapped is None:
             return True
         assert self.swap is not None
         return self.swap.is_ready(sequence.swapped.parcel)
 
     def restore(self, sequence: Sequence) -> bool:
-        """Brings back what was swapped out of a sequence that has got all its blocks. False: it is lost, and has to be
-        computed again."""
+        """Restore the swapped blocks of a sequence that holds all blocks for them. Returns False if they are lost, and
+        must be recomputed."""
         swapped = sequence.swapped
         assert swapped is not None
         assert self.swap is not None
@@ -244,8 +244,8 @@ class Blocks:
         self.swapped_in += swapped.count
         return True
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drops what was swapped out of a sequence."""
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Drop the swapped blocks of a sequence."""
         if sequence.swapped is not None:
             assert self.swap is not None
             self.swap.drop(sequence.swapped.parcel)
@@ -255,28 +255,30 @@ class Blocks:
     # -- compression --------------------------------------------------------------------------------------------------
 
     def compress(self, sequence: Sequence, spare: int) -> bool:
-        """Before a decode step: drops rows where the controller allows it and a block comes free. Whether the sequence
-        now lies in other blocks.
+        """Drop rows before a decode step, if the controller allows it and a block becomes free.
 
         Args:
-            spare: free blocks beyond all that is kept for running sequences. Blocks that are shared or cached are not
-                written to, so survivors may need others; what is kept for the others stays theirs.
+            spare: Number of free blocks beyond those reserved for running sequences. Shared and cached blocks are not
+                written to, so the remaining rows may need other blocks, but not the reserved ones.
+
+        Returns:
+            Whether the sequence's rows are now in other blocks.
         """
         compression = self.compression
         assert compression is not None
         step = sequence.num_output + sequence.pending
         length, rows = sequence.computed, sequence.rows
         allowed = int(compression.ratio(step, sequence.max_output) * length) - sequence.dropped
-        drop = min(allowed, rows - compression.least)
+        drop = min(allowed, rows - compression.min_rows)
         count = self.pool.blocks_for(rows - drop + 1)
         if drop <= 0 or count >= self.pool.blocks_for(rows + 1):
             return False
         alone = [block for block in sequence.blocks if self.pool.references(block) == 1]
         own = [block for block in alone if not self.pool.is_registered(block)][:count]
         fresh, freed = count - len(own), len(alone) - len(own)
-        most = sequence.num_prompt + sequence.max_output - sequence.dropped - drop
-        reserved = max(self.pool.blocks_for(most) - count, 0)
-        if spare + self.reserve(sequence) - reserved + freed - fresh < 0:
+        total = sequence.num_prompt + sequence.max_output - sequence.dropped - drop
+        reserved = max(self.pool.blocks_for(total) - count, 0)
+        if spare + self.num_reserved(sequence) - reserved + freed - fresh < 0:
             return False
         taken = self.pool.allocate(fresh)
         if taken is None:

@@ -1,19 +1,19 @@
-"""The compiled sizes, and how a step is filled to the edge of one."""
+"""The compiled sizes, and the choice of how many tokens to run so that steps fill them."""
 
 import dataclasses
 import functools
 
-MOST_DECODE = 9  # with three mixed sizes, twelve bodies in all
+MAX_DECODE_BUCKETS = 9  # with three mixed sizes, twelve bodies in all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Sizes that are compiled, ascending.
+    """The compiled sizes, ascending.
 
     Attributes:
-        decode: rows of a step in which every row has one token.
-        mixed: tokens of any other step. Such a step has `rows` rows.
-        overhead: what a step costs besides its tokens, in tokens: reading the weights, mostly.
+        decode: Numbers of rows of a step in which each row has one token.
+        mixed: Numbers of tokens of any other step; such a step has up to `rows` rows.
+        overhead: Cost of a step in addition to its tokens (mostly reading the weights), in tokens.
     """
 
     decode: tuple[int, ...]
@@ -26,27 +26,27 @@ class Buckets:
 
     @property
     def sampled(self) -> tuple[int, ...]:
-        """Rows of the heads that do more than take the most likely token: every other decode bucket, since those
-        heads take longest to compile and their padding costs little."""
+        """Numbers of rows of the heads other than greedy: every other decode bucket, because these heads take longest
+        to compile and their padding costs little."""
         return tuple(sorted(self.decode[::-2]))
 
     def cover_sampled(self, rows: int) -> int:
-        """The smallest of `sampled` of at least `rows`."""
+        """The smallest of `sampled` that holds `rows` rows."""
         return _cover(self.sampled, rows)
 
     def cover_decode(self, rows: int) -> int:
-        """The smallest decode bucket of at least `rows`."""
+        """The smallest decode bucket that holds `rows` rows."""
         return _cover(self.decode, rows)
 
     def cover_mixed(self, tokens: int) -> int:
-        """The smallest mixed bucket of at least `tokens`."""
+        """The smallest mixed bucket that holds `tokens` tokens."""
         return _cover(self.mixed, tokens)
 
     def fill(self, wanted: int, certain: int) -> int:
-        """How many of `wanted` tokens to run now, when the first `certain` (decoding rows) run in any case.
+        """Number of tokens to run now, of `wanted`, if the first `certain` (decoding rows) run in any case.
 
-        All of them, unless a smaller bucket filled to its edge, and another step for what is left, cost less than
-        padding up to the bucket that holds them all.
+        All of them, unless it costs less to fill a smaller bucket now and run the rest in another step than to pad up
+        to the bucket that holds them all.
         """
         below = [size for size in self.mixed if certain < size < wanted]
         whole = self.cover_mixed(wanted) + self.overhead
@@ -61,12 +61,14 @@ class Buckets:
 def default_buckets(
     *, max_num_seqs: int, max_num_batched_tokens: int, smallest_decode: int = 1, overhead: int = 16
 ) -> Buckets:
-    """Decode: powers of two up to max_num_seqs, with 1.5 times powers of two between the largest, MOST_DECODE at most.
-    Mixed: the token budget, a quarter and a sixteenth of it, in multiples of 16.
+    """The default buckets.
+
+    Decode: powers of two up to max_num_seqs, with 1.5 times powers of two between the largest, at most
+    MAX_DECODE_BUCKETS. Mixed: the token budget, a quarter and a sixteenth of it, rounded up to multiples of 16.
 
     Args:
-        smallest_decode: 2 where a single row is slower than two (bfloat16 on a CPU).
-        overhead: see Buckets.
+        smallest_decode: 2 if one row is slower than two (bfloat16 on a CPU).
+        overhead: See Buckets.
     """
     powers, top = [], max(max_num_seqs, smallest_decode)
     size = 1
@@ -75,7 +77,7 @@ def default_buckets(
         size *= 2
     powers.append(top)
     between = sorted({p + p // 2 for p in powers if p % 2 == 0 and p + p // 2 < top} - set(powers), reverse=True)
-    decode = sorted(powers + between[: max(0, MOST_DECODE - len(powers))])
+    decode = sorted(powers + between[: max(0, MAX_DECODE_BUCKETS - len(powers))])
     mixed = {-(-max_num_batched_tokens // (16 * part)) * 16 for part in (1, 4, 16)}
     return Buckets(
         decode=tuple(size for size in decode if size >= smallest_decode),
@@ -84,10 +86,10 @@ def default_buckets(
     )
 
 
-def patch_buckets(most: int) -> tuple[int, ...]:
-    """Patches of a call of the vision tower: powers of two from 256 and 1.5 times them, up to `most` rounded up to a
-    multiple of 64. A call is padded by a fifth on average; more sizes would cost more start-up than they save."""
-    top = -(-most // 64) * 64
+def patch_buckets(max_patches: int) -> tuple[int, ...]:
+    """Numbers of patches of a call of the vision tower: powers of two from 256 and 1.5 times them, up to `max_patches`
+    rounded up to a multiple of 64. Padding averages a fifth; more sizes would cost more start-up than they save."""
+    top = -(-max_patches // 64) * 64
     sizes = sorted(size << shift for size in (256, 384) for shift in range(24))
     return (*(size for size in sizes if size < top), top)
 
@@ -96,12 +98,12 @@ def _cover(sizes, wanted):
     for size in sizes:
         if size >= wanted:
             return size
-    raise ValueError(f"no bucket holds {wanted}, the sizes are {list(sizes)}")
+    raise ValueError(f"no bucket holds {wanted}; the sizes are {list(sizes)}")
 
 
 @functools.lru_cache(maxsize=4096)
 def _cheapest(sizes, overhead, tokens):
-    """Cost of running `tokens` in as many steps as is best."""
+    """The lowest cost of running `tokens` tokens in one or more steps."""
     if tokens <= 0:
         return 0
     whole = _cover(sizes, tokens) + overhead

@@ -1,5 +1,5 @@
-"""How the time of a step is spent: how many tokens there may be, who gets how many of them, and whether a slice of the
-vision tower may run beside it."""
+"""The token budget of a step: its size, its division among sequences, and whether a slice of the vision tower may run
+beside the step."""
 
 import heapq
 import math
@@ -11,29 +11,33 @@ from omni_jax.scheduling.buckets import Buckets
 from omni_jax.scheduling.discipline import Rank, deadline
 
 Shares = list[tuple[Sequence, int]]
-Computable = Callable[[Sequence], int]  # tokens of a sequence that could be computed now
-Admit = Callable[[Sequence], bool]  # gives a waiting sequence a slot and blocks; whether it got them
+Computable = Callable[[Sequence], int]  # number of tokens of a sequence that can be computed now
+Admit = Callable[[Sequence], bool]  # tries to give a waiting sequence a slot and blocks; whether it got them
 
 
-def most_tokens(
-    decoding: list[Sequence], *, most: int, seconds: float, buckets: Buckets, cost: CostModel | None
+def token_limit(
+    decoding: list[Sequence], *, limit: int, seconds: float, buckets: Buckets, cost: CostModel | None
 ) -> int:
-    """Tokens the next step may have: the largest compiled size that keeps who decodes within its objective, and some
-    tokens of a prompt in any case.
+    """Maximum number of tokens of the next step.
+
+    It is the largest compiled size whose predicted time is at most `seconds`, so that the decoding sequences meet their
+    objective, but always leaves room for some prompt tokens.
 
     Args:
-        most: what no step may exceed.
-        seconds: how long the step may take.
-        cost: without it, a step may be as large as that.
+        decoding: Sequences with one token in the step.
+        limit: Maximum number of tokens of any step.
+        seconds: Maximum duration of the step.
+        buckets: Compiled sizes.
+        cost: Predicts durations; without it the result is `limit`.
     """
     if cost is None or seconds == math.inf:
-        return most
+        return limit
     context = sum(sequence.rows + 1 for sequence in decoding)
     fitting = len(decoding)
     for size in buckets.mixed:
         if size <= len(decoding):
             continue
-        tokens = min(size, most)
+        tokens = min(size, limit)
         shape = StepShape(
             kind="mixed", size=size, rows=len(decoding) + 1, tokens=tokens, context=context, attended=context
         )
@@ -46,7 +50,7 @@ def most_tokens(
 def by_arrival(
     candidates: list[Sequence], left: int, *, computable: Computable, admit: Admit, in_chunks: bool
 ) -> Shares:
-    """One after another gets all it can use, until nothing is left, or until there is no place for the next one."""
+    """Give each candidate in turn all the tokens it can use, until none are left or the next one gets no slot."""
     shares = []
     for sequence in candidates:
         if left <= 0 or (not in_chunks and computable(sequence) > left):
@@ -66,12 +70,12 @@ def by_deadline(
     admit: Admit,
     rank: Callable[[Sequence], Rank],
 ) -> Shares:
-    """Segment after segment to its end, whichever is the most urgent."""
+    """Give tokens to the most urgent segment up to its end, then to the next most urgent one."""
     shares: dict[Sequence, int] = {}
     heap = [(rank(sequence), i) for i, sequence in enumerate(candidates)]
     heapq.heapify(heap)
     while left > 0 and heap:
-        place, i = heapq.heappop(heap)
+        ranked, i = heapq.heappop(heap)
         sequence = candidates[i]
         if sequence.slot is None and not admit(sequence):
             continue
@@ -83,19 +87,22 @@ def by_deadline(
         left -= count
         following = sequence.segment_at(sequence.computed + share + count)
         if count < whole and following is not None and segment is not None:
-            aged = place[0] - segment.priority
+            aged = ranked[0] - segment.priority
             heapq.heappush(heap, ((aged + following.priority, following.deadline, sequence.order), i))
         elif count < whole:
-            heapq.heappush(heap, (place, i))  # output that is computed again follows its prompt
+            heapq.heappush(heap, (ranked, i))  # output to recompute follows the prompt
     return list(shares.items())
 
 
 def slice_fits(
     decoding: Iterable[Sequence], awaiting: Iterable[Sequence], *, until: float, rank: Callable[[Sequence], Rank]
 ) -> bool:
-    """Whether a slice of the vision tower may keep the device until then: not while somebody decodes who stands before
-    all that wait for images and would get its next token late. Who decodes faster than its objective soon has the
-    lead that a slice takes; and who waits rises by aging, so that no image is put off for ever."""
+    """Whether a slice of the vision tower may keep the device busy until `until`.
+
+    It may not while a sequence decodes that ranks before all sequences that wait for images and whose next token would
+    be late. A sequence that decodes faster than its objective soon has the lead that a slice takes, and a sequence that
+    waits rises by aging, so no image is delayed for ever.
+    """
     late = [sequence for sequence in decoding if deadline(sequence) < until]
     if not late:
         return True

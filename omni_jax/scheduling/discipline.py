@@ -1,5 +1,5 @@
-"""In which order sequences are served, and how long a step may take: first come, first served; or by class and
-deadline. Pure: time comes in with every call."""
+"""Disciplines: the order of service, and the maximum duration of a step. First come, first served; or by class and
+deadline. Pure functions of the time passed in."""
 
 import dataclasses
 import math
@@ -13,34 +13,34 @@ Rank = tuple[float, float, tuple[int, int]]  # class, deadline, order of arrival
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstCome:
-    """Arrival order, whatever the class or the deadline."""
+    """Order of arrival, regardless of class and deadline."""
 
     by_deadline = False
 
     def rank(self, sequence: Sequence, now: float) -> Rank:
-        """Where a sequence stands; smaller is served first."""
+        """The rank of a sequence; smaller is served first."""
         return (0, 0.0, sequence.order)
 
-    def standing(self, sequence: Sequence) -> float:
-        """Where a sequence stands where two could take something from each other in turn; before ties, see SLOFirst."""
+    def stable_rank(self, sequence: Sequence) -> float:
+        """A rank that does not change while sequences wait, see SLOFirst. Here only the order of arrival counts."""
         return 0.0
 
     def step_seconds(self, decoding: Iterable[Sequence], now: float) -> float:
-        """How long the next step may take."""
+        """Maximum duration of the next step in seconds."""
         return math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SLOFirst:
-    """By class, then by the deadline of the segment that comes next, then by arrival.
+    """By class, then by the deadline of the next segment, then by arrival.
 
-    A sequence that has not been served for `aging_seconds` moves up by a class, and by another after as long again. So
-    one of class c stands before all of class b that were served within the last aging_seconds once it has waited for
-    (c - b + 1) * aging_seconds, whatever their deadlines; it then gets the next slot and blocks that become free, and
-    keeps them: nobody starves.
+    A sequence that was not served for `aging_seconds` rises by one class, and by another after as long again. So once a
+    sequence of class c has waited for (c - b + 1) * aging_seconds, it ranks before all sequences of class b that were
+    served within the last aging_seconds, whatever their deadlines. It then gets the next free slot and blocks and keeps
+    them, so no sequence starves.
 
     Attributes:
-        aging_seconds: see above.
+        aging_seconds: Waiting time that raises a sequence by one class.
     """
 
     aging_seconds: float = 10.0
@@ -48,23 +48,27 @@ class SLOFirst:
 
     def __post_init__(self):
         if not 0 < self.aging_seconds < math.inf:
-            raise ValueError(f"aging_seconds must be a positive number, got {self.aging_seconds}")
+            raise ValueError(f"aging_seconds must be a positive number of seconds, got {self.aging_seconds}")
 
     def rank(self, sequence: Sequence, now: float) -> Rank:
-        """Where a sequence stands; smaller is served first."""
+        """The rank of a sequence; smaller is served first."""
         raised = (now - sequence.served_at) // self.aging_seconds
         return (sequence.priority - raised, deadline(sequence), sequence.order)
 
-    def standing(self, sequence: Sequence) -> float:
-        """Where a sequence stands where two could take something from each other in turn: by class, which falls evenly
-        with the time since it was served. As time goes by, the order of two that wait stays what it is; by rank,
-        whoever has just risen by a class would come first, now one and now the other."""
+    def stable_rank(self, sequence: Sequence) -> float:
+        """A rank for decisions in which two waiting sequences could take something from each other in turn.
+
+        It rises evenly with the time since a sequence was served, so the order of two waiting sequences never changes.
+        By `rank`, the one that has just risen by a class would come first: now one, now the other.
+        """
         return sequence.priority + sequence.served_at / self.aging_seconds
 
     def step_seconds(self, decoding: Iterable[Sequence], now: float) -> float:
-        """How long the next step may take for every decoding sequence to keep its pace: until the first of their next
-        tokens is due, and never less than a whole interval. One that is ahead of its pace lends its lead; one that is
-        behind is not helped by steps shorter than what it asked for."""
+        """Maximum duration of the next step in seconds, so that every decoding sequence keeps its pace.
+
+        The step may last until the first of their next tokens is due, but at least one whole interval. It may be longer
+        if all sequences are ahead of their pace; steps shorter than an interval would not help one that is late.
+        """
         allowed = math.inf
         for sequence in decoding:
             slo = sequence.request.slo
@@ -83,9 +87,9 @@ Discipline = FirstCome | SLOFirst
 
 
 def deadline(sequence: Sequence) -> float:
-    """When what a sequence computes next is due: the segment of its prompt it is in, or its next token."""
+    """When the next tokens of a sequence are due: its current segment's deadline, or its next output token's."""
     request = sequence.request
-    if sequence.computed < sequence.num_prompt:  # a step asks this of each sequence: it is written to be quick
+    if sequence.computed < sequence.num_prompt:  # called for each sequence in each step, so it must be fast
         segment = sequence.segment
         return math.inf if segment is None else segment.deadline
     if request.slo is None or sequence.first_token_at is None:

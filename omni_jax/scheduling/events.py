@@ -1,4 +1,4 @@
-"""What a person who watches the scheduler wants to know."""
+"""Events of the scheduler, for logs and metrics."""
 
 import dataclasses
 from typing import Literal
@@ -10,16 +10,17 @@ Cause = Literal["budget", "blocks", "class", "turn"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something happened to a sequence.
+    """A sequence was paused, resumed or preempted.
 
     Attributes:
-        kind: it lost its turn (pause) or got it back (resume), or it lost its slot or blocks (preempt).
-        sequence: whose.
-        cause: more urgent segments took the budget; somebody who decodes needed blocks; somebody of a more urgent class
-            came; its turn has come.
-        by: on whose account, as request[index], where there is one.
-        blocks: how many it lost.
-        swapped: they went to the host, and come back; else they are computed again.
+        kind: "pause" if it got no tokens of a step, "resume" if it gets some again, "preempt" if it lost its slot or
+            blocks.
+        sequence: The sequence.
+        cause: "budget" if more urgent segments used the budget, "blocks" if a decoding sequence needed its blocks,
+            "class" if a sequence of a more urgent class came, "turn" if it is resumed.
+        by: Name of the sequence that caused it, as request[index], if there is one.
+        blocks: Number of blocks that it lost.
+        swapped: Whether they were swapped out; otherwise they must be recomputed.
     """
 
     kind: Literal["pause", "resume", "preempt"]
@@ -31,15 +32,10 @@ class Event:
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """The cause as a sentence for logs."""
         return {
-            "budget": "more urgent segments took the budget",
-            "blocks": f"its blocks were needed by {self.by}, which decodes",
+            "budget": "more urgent segments used the token budget",
+            "blocks": f"{self.by} needed its blocks to decode",
             "class": f"{self.by} is of a more urgent class",
-            "turn": "its turn has come",
+            "turn": "the token budget reached it",
         }[self.cause]
-
-
-def name(sequence: Sequence) -> str:
-    """A sequence as logs call it."""
-    return f"{sequence.request.id}[{sequence.index}]"

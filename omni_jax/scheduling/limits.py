@@ -1,4 +1,4 @@
-"""What a batch may hold, what a request may ask for, and when it has got it."""
+"""Limits of a batch, the maximum output of a request, and when a sequence ends."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ class SchedulerConfig:
     """Limits of a batch.
 
     Attributes:
-        max_num_seqs: sequences that run at once; as many slots exist on the device.
-        max_num_batched_tokens: tokens a step computes at most; at least max_num_seqs, so that everyone can decode.
-        max_model_len: tokens of prompt and output together; the block pool holds at least one such sequence.
-        buckets: compiled sizes.
-        eos_token_ids: ids that end a sequence unless it ignores them.
-        chunked_prefill: a prompt may be computed over several steps. Without it (first come, first served only) a step
-            must have room for the longest: max_num_batched_tokens is at least max_model_len.
+        max_num_seqs: Maximum number of running sequences; the device has as many slots.
+        max_num_batched_tokens: Maximum number of tokens per step; at least max_num_seqs, so that all can decode.
+        max_model_len: Maximum number of tokens of prompt plus output. The block pool holds at least one such sequence.
+        buckets: Compiled sizes.
+        eos_token_ids: Token ids that end a sequence unless it ignores them.
+        chunked_prefill: Whether a prompt may be computed over several steps. Without it (first come, first served
+            only), max_num_batched_tokens must be at least max_model_len plus max_num_seqs.
     """
 
     max_num_seqs: int
@@ -31,14 +31,14 @@ class SchedulerConfig:
     def __post_init__(self):
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len + self.max_num_seqs:
             raise ValueError(
-                f"without chunked prefill a step must have room for a whole prompt beside decoding rows: "
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, max_model_len {self.max_model_len} with "
-                f"max_num_seqs {self.max_num_seqs}"
+                f"without chunked prefill a step must hold a whole prompt and all decoding rows: "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
+                f"({self.max_model_len}) plus max_num_seqs ({self.max_num_seqs})"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running sequence decodes one token a step"
+                f"({self.max_num_seqs}): each running sequence decodes one token per step"
             )
         if self.buckets.rows < self.max_num_seqs or self.buckets.mixed[-1] < self.max_num_batched_tokens:
             raise ValueError(
@@ -48,19 +48,19 @@ class SchedulerConfig:
 
 
 def output_room(request: Request, max_model_len: int) -> int:
-    """Tokens the request may generate: its max_tokens, cut to what the context leaves.
+    """Maximum number of tokens that a request may generate: its max_tokens, or what the context leaves, if less.
 
     Raises:
-        InvalidRequest: an empty prompt, or one that leaves no room for what is asked.
+        InvalidRequest: The prompt is empty, or leaves no room for the tokens requested.
     """
     prompt, asked = len(request.prompt_ids), request.params.max_tokens
     if not prompt:
-        raise InvalidRequest("the prompt is empty: it must have at least one token", param="prompt")
+        raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
     room = max_model_len - prompt
     if room < 0 or (room == 0 and asked != 0):
-        wish = "" if asked is None else f" and asks for {asked} more"
+        more = "" if asked is None else f" and asks for {asked} more"
         raise InvalidRequest(
-            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {prompt} tokens{wish}. "
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {prompt} tokens{more}. "
             "Shorten the prompt.",
             param="prompt",
         )
@@ -68,7 +68,7 @@ def output_room(request: Request, max_model_len: int) -> int:
 
 
 def ending(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:
-    """Whether its latest token ends a sequence, and how: (reason, the stop id that did it)."""
+    """How the latest token ends a sequence: (finish reason, the stop token id if one did), or None if it does not."""
     params = sequence.request.params
     if sequence.num_output > params.min_tokens:
         if token in eos_token_ids and not params.ignore_eos:

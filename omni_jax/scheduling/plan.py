@@ -1,4 +1,4 @@
-"""What the next step computes: plain data of the host."""
+"""The plan of a step: which rows it computes. Plain host data."""
 
 import dataclasses
 
@@ -10,23 +10,24 @@ from omni_jax.requests import Sequence
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Row:
-    """A stretch of one sequence in one step. Nobody changes one; it is not frozen because making a frozen one takes
-    twice as long, and a step makes one for each sequence.
+    """A stretch of one sequence in one step.
+
+    It is never changed; it is not frozen because that doubles the time to make one, and a step makes one per sequence.
 
     Attributes:
-        sequence: whose tokens.
-        slot: its row of sampling state on the device.
-        start: position of the first token.
-        count: tokens.
-        feedback: the (only) token was sampled by the step before and is still on the device.
-        sample: the stretch reaches the end of what there is, so that a next token is sampled.
-        score: prompt positions in the stretch get logprobs.
-        admit: the slot is new to the sequence: its sampling state and whole block table are written first.
-        moved: compression has put the sequence into other blocks: its whole block table is written anew.
-        first_new_block: where in the block table the new blocks stand.
-        new_blocks: blocks that the device's block table does not have yet.
-        dropped: rows that its cache has lost: the token at position p lies in cache row p - dropped.
-        features: (place in the row, rows of the feature array) of each image the stretch touches.
+        sequence: The sequence.
+        slot: Index of its sampling state on the device.
+        start: Index of the first token.
+        count: Number of tokens.
+        feedback: The only token was sampled by the step before and is still on the device.
+        sample: The row ends at the last token, so the next token is sampled.
+        score: Logprobs are computed for the prompt tokens in the row.
+        admit: The slot is new to the sequence: its sampling state and block table are written first.
+        moved: Compression moved the sequence to other blocks: its whole block table is rewritten.
+        first_new_block: Index of the first of `new_blocks` in the block table.
+        new_blocks: Blocks that are not in the device's block table yet.
+        dropped: Number of cache rows that compression dropped: position p is in cache row p - dropped.
+        features: (offset in the row, rows of the feature array) of each image in the row.
     """
 
     sequence: Sequence
@@ -46,12 +47,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """Rows of one step.
+    """The rows of one step.
 
     Attributes:
-        rows: at most one a sequence; rows that sample may stand anywhere.
-        decode: every row has one token, and none is scored.
-        size: the bucket: rows of a decode step, tokens of any other.
+        rows: At most one per sequence, in any order.
+        decode: Each row has one token, and none is scored.
+        size: The bucket: number of rows of a decode step, number of tokens of any other.
     """
 
     rows: tuple[Row, ...]
@@ -81,12 +82,12 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """What commit made of one row.
+    """A row whose result was committed.
 
     Attributes:
-        row: the row.
-        token: the token its sequence has gained, if it sampled one.
-        index: the row's place in the plan.
+        row: The row.
+        token: The token that its sequence gained, if it sampled one.
+        index: Index of the row in the plan.
     """
 
     row: Row

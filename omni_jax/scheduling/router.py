@@ -1,4 +1,4 @@
-"""Which replica of a fleet, or which replica of an engine, gets a request."""
+"""Routers: which replica gets a request, in a fleet or in an engine with several replicas."""
 
 import collections
 import hashlib
@@ -9,20 +9,21 @@ from omni_jax.requests import Request
 
 
 class Router(Protocol):
-    """Chooses by what a proxy in front of the replicas can know: requests, and how much each replica has."""
+    """Chooses a replica by what a proxy in front of the replicas can see: the request and the load of each replica."""
 
     def route(self, request: Request, loads: Sequence[int]) -> int:
-        """Index of the replica.
+        """Index of the replica for a request.
 
         Args:
-            loads: of each replica, tokens of the requests it has that have not ended: of their prompts, and of what
-                is generated as far as that is known or guessed.
+            request: The request.
+            loads: Per replica, the tokens of its unfinished requests: of their prompts, and of their outputs as far
+                as their number is known or estimated.
         """
         ...
 
 
 class RoundRobin:
-    """One after another, whatever they have."""
+    """Each replica in turn, regardless of load."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -35,7 +36,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Whoever has least; of several the first."""
+    """The replica with the lowest load; among equals the first."""
 
     def route(self, request: Request, loads: Sequence[int]) -> int:
         """See Router."""
@@ -43,42 +44,47 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """Whoever served the longest of the prompt's beginnings last, for it may have its blocks still, unless it has too
-    much; then whoever has least.
+    """The replica that last served the longest prefix of the prompt, because it may still have its blocks cached.
+
+    If that replica is overloaded, the one with the lowest load.
 
     Args:
-        block: tokens of a block; a beginning is a number of whole blocks, its images included.
-        blocks: of the longest beginning that is looked at.
-        most_load: a replica has too much with more than so many times the mean of all and a prompt besides.
-        remembered: beginnings that are known, those used longest ago forgotten first.
+        block_size: Tokens per block; prefixes are whole blocks, including their images.
+        max_blocks: Maximum length of a prefix in blocks.
+        max_load: A replica is overloaded if its load exceeds this multiple of the mean load plus the prompt's length.
+        max_prefixes: Number of prefixes remembered; the least recently used are forgotten first.
     """
 
-    def __init__(self, *, block: int = 32, blocks: int = 16, most_load: float = 1.5, remembered: int = 100_000):
-        self._block, self._blocks, self._most_load, self._remembered = block, blocks, most_load, remembered
+    def __init__(
+        self, *, block_size: int = 32, max_blocks: int = 16, max_load: float = 1.5, max_prefixes: int = 100_000
+    ):
+        self._block_size, self._max_blocks = block_size, max_blocks
+        self._max_load, self._max_prefixes = max_load, max_prefixes
         self._served: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
     def route(self, request: Request, loads: Sequence[int]) -> int:
         """See Router."""
-        beginnings = self._beginnings(request)
-        most = self._most_load * sum(loads) / len(loads) + len(request.prompt_ids)
-        known = (self._served[key] for key in reversed(beginnings) if key in self._served)
-        chosen = next((replica for replica in known if replica < len(loads) and loads[replica] <= most), None)
+        prefixes = self._prefixes(request)
+        limit = self._max_load * sum(loads) / len(loads) + len(request.prompt_ids)
+        known = (self._served[key] for key in reversed(prefixes) if key in self._served)
+        chosen = next((replica for replica in known if replica < len(loads) and loads[replica] <= limit), None)
         if chosen is None:
             chosen = min(range(len(loads)), key=loads.__getitem__)
-        for key in beginnings:
+        for key in prefixes:
             self._served[key] = chosen
             self._served.move_to_end(key)
-        while len(self._served) > self._remembered:
+        while len(self._served) > self._max_prefixes:
             self._served.popitem(last=False)
         return chosen
 
-    def _beginnings(self, request: Request) -> list[bytes]:
-        """A digest of each, the shortest first."""
+    def _prefixes(self, request: Request) -> list[bytes]:
+        """The digest of each prefix, the shortest first."""
         ids, media = request.prompt_ids, list(request.media)
         digest, found = hashlib.sha256(), []
-        for stop in range(self._block, min(len(ids), self._block * self._blocks) + 1, self._block):
-            digest.update(repr(ids[stop - self._block : stop]).encode())
-            while media and media[0].start < stop:  # placeholders of all images are the same
+        size = self._block_size
+        for stop in range(size, min(len(ids), size * self._max_blocks) + 1, size):
+            digest.update(repr(ids[stop - size : stop]).encode())
+            while media and media[0].start < stop:  # different images have the same placeholder ids
                 digest.update(media.pop(0).key)
             found.append(digest.digest())
         return found
@@ -92,11 +98,11 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {
 
 
 def make_router(name: str) -> Router:
-    """A fresh router of that name.
+    """Make a router by its name in ROUTERS.
 
     Raises:
-        ValueError: there is none.
+        ValueError: The name is unknown.
     """
     if name not in ROUTERS:
-        raise ValueError(f"unknown router {name!r}; there are {', '.join(ROUTERS)}")
+        raise ValueError(f"unknown router {name!r}; expected one of {', '.join(ROUTERS)}")
     return ROUTERS[name]()

@@ -1,27 +1,26 @@
-"""Spends one token budget a step, first come first served or by class and deadline; recomputes what it preempts.
+"""The scheduler: which tokens of which sequences run in the next step, within one token budget.
 
-There are no phases: every sequence has tokens that are known or pending and a number of them that are computed, and a
-step lets computed catch up. The engine runs one step ahead, so a step is planned before the tokens of the one before
-it are known. What makes that safe:
+There are no phases. The first `computed` of a sequence's known and pending tokens are in the cache, and steps advance
+`computed`. The engine runs one step ahead: it plans a step before it has read the tokens of the step before. These
+rules make that safe:
 
-(a) Nothing is planned past a foreseeable end (max_tokens, the context).
-(b) An end found at commit(k) while k+1 is out drops that row of k+1 and frees its blocks at once: device calls are
-    ordered through the donated pool, so whoever gets the blocks writes to them later.
-(c) A block is only shared when it is full of known tokens.
-(d) A preempted sequence with a pending token is not planned again before that token was committed.
-(e) A step that raised has lost the pool: `reset` sends everything that ran back to the queue, uncommitted steps are
-    dropped.
+(a) No token is planned past a foreseeable end (max_tokens, the context length).
+(b) If commit(k) ends a sequence while step k+1 is in flight, its row of k+1 is dropped and its blocks are freed at
+    once. Device calls are ordered through the donated pool, so the next holder of the blocks writes to them later.
+(c) A block is shared only when it is full of known tokens.
+(d) A preempted sequence with a pending token is not planned before that token is committed.
+(e) A step that raised has lost the pool: `reset` requeues all running sequences, and uncommitted steps are dropped.
 
-Images are encoded beside the steps. A sequence that needs one which is not there yet is passed over, in the queue as
-in the batch: nobody waits for another's image.
+Images are encoded between steps. A sequence whose next image is not encoded yet is skipped, both when it waits and when
+it runs, so no sequence waits for another's image.
 
-The order of service is a discipline's (discipline.py). By deadline, the budget goes to segments: the most urgent one
-first, to its end, then whichever is the most urgent then; decoding rows always run, and the budget is what keeps them
-within their objective. Who gets nothing is paused: only its turn is lost. For somebody of a more urgent class a slot is
-taken from the least urgent, which keeps its blocks; and blocks, when there are none, from the end of what it has.
+The discipline (discipline.py) decides the order of service. By deadline, the budget goes to the most urgent segment up
+to its end, then to the next. Decoding sequences always run, and the budget is small enough to keep them within their
+objective. A sequence that gets no tokens is paused: it keeps its slot and blocks. For a sequence of a more urgent
+class, a slot is taken from the least urgent sequence, which keeps its blocks; if blocks run out, its last ones are
+taken too.
 """
 
-import bisect
 import math
 from collections.abc import Iterable
 
@@ -32,23 +31,28 @@ from omni_jax.requests.outputs import FinishReason
 from omni_jax.scheduling import budget
 from omni_jax.scheduling.blocks import Blocks
 from omni_jax.scheduling.discipline import Discipline, FirstCome
-from omni_jax.scheduling.events import Cause, Event, name
+from omni_jax.scheduling.events import Cause, Event
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig, ending, output_room
 from omni_jax.scheduling.plan import Accepted, Row, StepPlan
+from omni_jax.scheduling.queues import Queues
 
 
 class Scheduler:
-    """Holds every live request, from admission to its last token.
+    """Holds all live requests, from arrival to their last token.
 
     Args:
-        features: the encoder cache, for a model that reads images; without it no request has any.
-        discipline: the order of service.
-        cost: predicts how long a step takes; without it, steps are as large as the budget.
-        blocks: what is cached, swapped and compressed; without it nothing is.
+        config: Limits of a batch.
+        pool: The block pool.
+        features: The encoder cache, for a model that reads images.
+        discipline: The order of service. Default: first come, first served.
+        cost: Predicts the duration of steps; without it, steps are as large as the budget allows.
+        blocks: Prefix caching, swapping and compression; without it none of them is used.
 
     Attributes:
-        events: what has happened since somebody emptied the list.
+        waiting, running: Sequences without and with a slot, each in order of arrival.
+        events: Events since the caller last cleared the list.
+        num_preemptions: Number of times that a sequence lost its slot (a counter).
     """
 
     def __init__(
@@ -74,16 +78,15 @@ class Scheduler:
         self.cost = cost
         self.events: list[Event] = []
         self._planned_at = 0.0
-        self._decoding: list[Sequence] = []  # in the plan made last
-        self._step_seconds = 0.0  # that it is predicted to take
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self._decoding: list[Sequence] = []  # in the latest plan
+        self._step_seconds = 0.0  # predicted duration of the latest plan
+        self._queues = Queues(config.max_num_seqs)
+        self.running, self.waiting = self._queues.running, self._queues.waiting
         self.num_preemptions = 0
         self._live: dict[str, list[Sequence]] = {}
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._arrivals = 0
 
-    # -- requests in and out ------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
     def num_live(self) -> int:
@@ -93,14 +96,14 @@ class Scheduler:
         return request_id in self._live
 
     def sequences(self, request_id: str) -> list[Sequence]:
-        """All continuations of a live request, by index; none when it is not live."""
+        """All continuations of a live request, by index; empty if it is not live."""
         return self._live.get(request_id, [])
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queues a request; its continuations, by index.
+        """Queue a request and return its continuations, by index.
 
         Raises:
-            InvalidRequest: the id is in use, or the prompt does not fit the context.
+            InvalidRequest: The id is in use, or the prompt does not fit the context.
         """
         if request.id in self._live:
             raise InvalidRequest(f"request id {request.id!r} is in use by a live request", param="request_id")
@@ -119,52 +122,52 @@ class Scheduler:
         self._live[request.id] = sequences
         sequences[0].children = sequences[1:]
         if request.media and (hits := self.blocks.match(sequences[0])):
-            self.blocks.take(sequences[0], hits)  # so that no image is encoded whose keys and values are there
+            self.blocks.take_hits(sequences[0], hits)  # images with cached keys and values are not encoded
         self._enqueue(sequences[0])
         return sequences
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Ends a sequence and frees all it holds; steps in flight drop its rows. Does nothing when it has ended."""
+        """End a sequence and free all that it holds; steps in flight drop its rows. Does nothing if it has ended."""
         if sequence.finish_reason is not None:
             return
         self._fork(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if reason == "error":
-            self.forget_prefixes()  # logits that are no numbers may come from what is cached
+            self.clear_prefix_cache()  # logits that are not numbers may come from cached blocks
         self.blocks.register(sequence)
-        self.blocks.forget(sequence)
-        _remove(self.running if sequence.slot is not None else self.waiting, sequence)
-        self._release(sequence)
+        self.blocks.drop_swapped(sequence)
+        self._queues.remove(sequence)
+        self._truncate(sequence, 0)
         siblings = self._live[sequence.request.id]
         if all(sibling.finish_reason is not None for sibling in siblings):
             del self._live[sequence.request.id]
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """Ends all continuations of a request; those that had not ended. An unknown id is no error."""
+        """End all continuations of a request, and return those that had not ended. The id may be unknown."""
         ended = [sequence for sequence in self.sequences(request_id) if sequence.finish_reason is None]
         for sequence in ended:
             self.finish(sequence, "abort")
         return ended
 
     def reset(self) -> None:
-        """After a step that raised: what ran and what was sampled is computed again (contract e)."""
+        """Requeue all running sequences after a step that raised, and discard pending tokens (contract e)."""
         live = [s for family in self._live.values() for s in family if s.finish_reason is None]
-        hidden = {child for sequence in live for child in sequence.children}  # in no queue yet: they ask for nothing
+        unqueued = {child for sequence in live for child in sequence.children}  # they need no features yet
         for sequence in live:
-            self.blocks.forget(sequence)  # its last rows may be those that were never written
+            self.blocks.drop_swapped(sequence)  # its last rows may be those that the step did not write
             sequence.pending = 0
             if sequence.slot is not None:
-                self._cut(sequence, 0)
-                self._queue_again(sequence)
-            elif sequence not in hidden:
-                self._release(sequence)
-                self._ask_again(sequence)
-        self.forget_prefixes()
+                self._truncate(sequence, 0)
+                self._requeue(sequence)
+            elif sequence not in unqueued:
+                self._truncate(sequence, 0)
+                self._track_features(sequence)
+        self.clear_prefix_cache()
         if self.features is not None:
             self.features.cache.clear()
 
-    def forget_prefixes(self) -> None:
-        """Empties the prefix cache; what runs goes on."""
+    def clear_prefix_cache(self) -> None:
+        """Clear the prefix cache; running sequences keep their blocks."""
         for family in self._live.values():
             for sequence in family:
                 sequence.registered = 0
@@ -173,27 +176,26 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute. Everything planned counts as computed from here
-        on."""
+        """The next step, or None if nothing can be computed. All planned tokens count as computed from now on."""
         by_deadline = self.discipline.by_deadline
         before, self._planned_at = self._planned_at, now
         self.pool.now = now
-        self._ask()
+        self._acquire_features()
         if by_deadline:
-            self._make_way(now)
-        decoding, prefilling = self._catching_up(now)
+            self._preempt_less_urgent(now)
+        decoding, prefilling = self._split_running(now)
         self._decoding, self._step_seconds = decoding, 0.0
-        most = budget.most_tokens(
+        limit = budget.token_limit(
             decoding,
-            most=self.config.max_num_batched_tokens,
+            limit=self.config.max_num_batched_tokens,
             seconds=self.discipline.step_seconds(decoding, now),
             buckets=self.config.buckets,
             cost=self.cost,
         ) - len(decoding)
         wanted = sum(self._computable(s) for s in prefilling)
-        # By deadline, who waits may come before who runs; first come, first served, who runs came before.
-        admissible = self._admissible(most if by_deadline else most - wanted, prefilling, before)
-        wanted = min(most, wanted + sum(self._computable(s) for s in admissible))
+        # By deadline, a waiting sequence may rank before a running one; first come, first served, it never does.
+        admissible = self._admissible(limit if by_deadline else limit - wanted, prefilling, before)
+        wanted = min(limit, wanted + sum(self._computable(s) for s in admissible))
         if not decoding and not wanted:
             return None
 
@@ -204,7 +206,7 @@ class Scheduler:
         for sequence, count in self._shares(prefilling + admissible, left, now):
             rows.append(self._row(sequence, count, now))
         if by_deadline:
-            self._note_pauses(prefilling, now)
+            self._record_pauses(prefilling, now)
         if not rows:
             return None
         decode = all(row.count == 1 and not row.score for row in rows)
@@ -215,20 +217,24 @@ class Scheduler:
             self._step_seconds = self.cost.seconds(plan.shape)
         return plan
 
-    def _ask(self) -> None:
-        """Takes references to the features that sequences need, in an order that time alone does not change."""
+    def _acquire_features(self) -> None:
+        """Take references to the features that sequences need, in an order that does not change with time."""
         if self.features is not None:
-            self.features.ask(self.waiting, lambda sequence: (self.discipline.standing(sequence), sequence.order))
+            self.features.acquire(
+                self.waiting, lambda sequence: (self.discipline.stable_rank(sequence), sequence.order)
+            )
 
     def _in_order(self, queue: list[Sequence], now: float) -> list[Sequence]:
-        """A copy of a queue in the order of service. Both queues are kept in order of arrival."""
+        """A copy of a queue, which is in order of arrival, in the order of service."""
         if not self.discipline.by_deadline:
             return list(queue)
         return sorted(queue, key=lambda s: self.discipline.rank(s, now))
 
-    def _catching_up(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences with one token to compute, each with the block it needs; and those with more or to score.
-        Both in order of arrival. Preempts for the blocks, whoever is served last first."""
+    def _split_running(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences with one token to compute, and those with several or with tokens to score.
+
+        Gives each of the former the block that it needs, preempting sequences in reverse order of service.
+        """
         decoding, prefilling = [], []
         before, size = self.num_preemptions, self.pool.block_size
         for sequence in list(self.running):
@@ -236,29 +242,30 @@ class Scheduler:
                 continue
             uncomputed = sequence.uncomputed
             if not uncomputed or (sequence.request.media and not self._computable(sequence)):
-                continue  # all is computed, or the next image is not there yet
+                continue  # all tokens are computed, or the next image is not encoded yet
             if uncomputed > 1 or sequence.wants_prompt_logprobs:
                 prefilling.append(sequence)
             elif sequence.computed >= sequence.num_prompt and sequence.remaining <= 0:
-                continue  # (a): its end is in flight
-            elif self._shrink(sequence) or sequence.rows < len(sequence.blocks) * size or self._grow(sequence, now):
+                continue  # (a): its last token is in flight
+            elif self._compress(sequence) or sequence.rows < len(sequence.blocks) * size or self._grow(sequence, now):
                 decoding.append(sequence)
         if self.num_preemptions != before:
             decoding, prefilling = ([s for s in some if s.slot is not None] for some in (decoding, prefilling))
         return decoding, prefilling
 
-    def _shrink(self, sequence: Sequence) -> bool:
-        """Compresses a decoding sequence where that frees a block: then it also has room for its next token."""
+    def _compress(self, sequence: Sequence) -> bool:
+        """Compress a decoding sequence if that frees a block. It then also has room for its next token."""
         if self.blocks.compression is None or sequence.computed < sequence.num_prompt:
             return False
         return self.blocks.compress(sequence, self._unreserved())
 
     def _unreserved(self) -> int:
-        """Free blocks that are not kept for running sequences to grow by."""
-        return self.pool.num_free - sum(self.blocks.reserve(s) for s in self.running)
+        """Number of free blocks beyond those reserved for running sequences to grow."""
+        return self.pool.num_free - sum(self.blocks.num_reserved(s) for s in self.running)
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
-        """Blocks for one more token; whoever is served last is preempted for it, at worst the sequence itself."""
+        """Allocate the block for one more token, preempting the last in the order of service if none is free. Returns
+        False if the sequence was preempted itself, or nothing could be."""
         missing = self.pool.blocks_for(sequence.rows + 1) - len(sequence.blocks)
         if missing <= 0:
             return True
@@ -267,56 +274,58 @@ class Scheduler:
             if taken is not None:
                 sequence.blocks += taken
                 return True
-            if self._release_shared(besides=sequence):
+            if self._reclaim_shared(other_than=sequence):
                 continue
-            losers = self._in_order([s for s in self.running if self.blocks.may_lose(s)], now)
-            gone = None
-            while losers and gone is None:
-                victim, keep = losers.pop(), 0
+            candidates = self._in_order([s for s in self.running if self.blocks.is_preemptible(s)], now)
+            preempted = None
+            while candidates and preempted is None:
+                victim, keep = candidates.pop(), 0
                 if self.discipline.by_deadline and victim is not sequence:
                     keep = max(len(victim.blocks) - missing, 0)
                 if self._preempt(victim, keep, "blocks", sequence):
-                    gone = victim
-            if gone is None or gone is sequence:
+                    preempted = victim
+            if preempted is None or preempted is sequence:
                 return False
 
-    def _make_way(self, now: float) -> None:
-        """Takes slots and blocks from sequences of less urgent classes for waiting ones that would have to wait for
-        them: from the least urgent first, its slot before its blocks, and of these the last ones.
+    def _preempt_less_urgent(self, now: float) -> None:
+        """Take slots and blocks from sequences of less urgent classes for waiting ones that need them.
 
-        Who takes is judged by its class, who gives by the class it had risen to when it was admitted: so two do not
-        take from each other in turn, and who was admitted because it had waited for long keeps what it has.
+        The least urgent sequence loses its slot first, then its last blocks. The taker counts by its present class, the
+        victim by its class when it was admitted, aging included. So two sequences cannot take from each other in turn,
+        and a sequence admitted because it had waited long keeps what it has.
         """
         first = min((s.most_urgent for s in self.waiting), default=math.inf)
         holders = [
-            s for s in (*self.running, *self.waiting) if first < s.admitted_class < math.inf and self.blocks.may_lose(s)
+            s
+            for s in (*self.running, *self.waiting)
+            if first < s.admitted_class < math.inf and self.blocks.is_preemptible(s)
         ]
         if not holders:
             return
         least = max(s.admitted_class for s in holders)
-        slots, free = len(self._free_slots), self._unreserved()
+        slots, free = len(self._queues.free_slots), self._unreserved()
         for sequence in self._in_order(self.waiting, now):
             if sequence.priority >= least:
                 continue
-            if sequence.pending or (self.features is not None and not self.features.starts(sequence)):
+            if sequence.pending or (self.features is not None and not self.features.can_start(sequence)):
                 continue
-            if not self.blocks.is_back(sequence):
+            if not self.blocks.can_restore(sequence):
                 continue
             need = self.blocks.missing(sequence, self.blocks.match(sequence))
             if self.blocks.compression is not None:
-                need += self.blocks.reserve(sequence)
+                need += self.blocks.num_reserved(sequence)
             if slots < 1 or need > free:
                 less = [s for s in holders if s.admitted_class > sequence.priority and (s.slot is not None or s.blocks)]
                 obtainable = free + sum(len(s.blocks) for s in less)
                 if obtainable < need or (slots < 1 and all(s.slot is None for s in less)):
                     continue
                 less.sort(key=lambda s: self.discipline.rank(s, now))
-                self._give_up(sequence, less, slots < 1, need - free)
-                slots, free = len(self._free_slots), self._unreserved()
+                self._take_from(less, sequence, slot=slots < 1, blocks=need - free)
+                slots, free = len(self._queues.free_slots), self._unreserved()
             slots, free = slots - 1, free - need - 1
 
-    def _give_up(self, taker: Sequence, less: list[Sequence], slot: bool, blocks: int) -> None:
-        """Takes a slot and `blocks` from the last of `less`, which are in order."""
+    def _take_from(self, less: list[Sequence], taker: Sequence, *, slot: bool, blocks: int) -> None:
+        """Take a slot, if `slot`, and `blocks` blocks from sequences in order of service, the last one first."""
         while (slot or blocks > 0) and less:
             victim = less.pop()
             keep = len(victim.blocks) - min(len(victim.blocks), max(blocks, 0))
@@ -324,24 +333,26 @@ class Scheduler:
             if victim.slot is not None:
                 slot = not self._preempt(victim, keep, "class", taker) and slot
             elif keep < len(victim.blocks):
-                self._take_from(victim, keep, "class", taker)
-                self._ask_again(victim)
+                self._preempt_blocks(victim, keep, "class", taker)
+                self._track_features(victim)
             blocks -= self.pool.num_free - before
 
     def _admissible(self, left: int, prefilling: list[Sequence], before: float) -> list[Sequence]:
-        """Waiting sequences that could start now, in order, until the budget is used. What the cache has of them they
-        hold from here on; nothing else is taken yet.
+        """Waiting sequences that can start now, in order, until the budget is used. They hold their cache hits from now
+        on, and nothing else yet.
 
         Args:
-            prefilling: those that run. Who would compute the same next block as one of them, or as one found here, lets
-                it, as long as that one had its turn in the plan made `before`.
+            left: Remaining token budget.
+            prefilling: Running sequences with tokens to prefill. A sequence waits if one of them, or one found earlier,
+                is about to compute its next block, unless that one got no tokens in the last plan.
+            before: Time of the last plan.
         """
-        if left <= 0 or not self._free_slots:
+        if left <= 0 or not self._queues.free_slots:
             return []
-        blocks, found, slots = self.blocks, [], len(self._free_slots)
-        # Room for each running sequence to grow, or what is admitted would soon be preempted again; and what is found
-        # will take, once it is admitted.
-        kept = sum(blocks.reserve(s) for s in self.running)
+        blocks, found, slots = self.blocks, [], len(self._queues.free_slots)
+        # Blocks for each running sequence to grow, or a new one would soon be preempted, and blocks that those found
+        # here will take when they are admitted.
+        kept = sum(blocks.num_reserved(s) for s in self.running)
         coming = {blocks.next_digest(s) for s in prefilling if s.served_at >= before} - {None}
         for sequence in self._in_order(self.waiting, self._planned_at):
             if left <= 0 or slots <= len(found):
@@ -349,31 +360,31 @@ class Scheduler:
             if sequence.pending:  # (d)
                 if self.discipline.by_deadline:
                     continue
-                break  # nothing overtakes it
-            if self.features is not None and not self.features.starts(sequence):
+                break  # no later sequence may overtake it
+            if self.features is not None and not self.features.can_start(sequence):
                 continue
             if not self._computable(sequence):
-                continue  # all is computed, and its end in flight
+                continue  # all tokens are computed, and its last one is in flight
             hits = blocks.match(sequence)
             ahead = blocks.next_digest(sequence, len(hits))
             if ahead in coming:
                 continue
-            own, alone = blocks.reserve(sequence), not self.running and not found
-            besides = own + kept if blocks.compression is not None else 0 if alone else kept
+            own, alone = blocks.num_reserved(sequence), not self.running and not found
+            extra = own + kept if blocks.compression is not None else 0 if alone else kept
             need = blocks.missing(sequence, hits)
-            while alone and need + besides > self.pool.num_free and self._release_shared(besides=sequence):
+            while alone and need + extra > self.pool.num_free and self._reclaim_shared(other_than=sequence):
                 need = blocks.missing(sequence, hits)
-            if need + besides > self.pool.num_free:
+            if need + extra > self.pool.num_free:
                 break
-            if not self.blocks.is_back(sequence):
-                continue  # it is being loaded, now that there is room for it
+            if not self.blocks.can_restore(sequence):
+                continue  # its blocks are being loaded, now that there is room for them
             if hits:
                 need -= sum(self.pool.references(block) == 0 for block in hits)
-                blocks.take(sequence, hits)
+                blocks.take_hits(sequence, hits)
                 if self.features is not None:
-                    self.features.leave_behind(sequence)
-                    if not self.features.starts(sequence):  # its next image is behind the hits
-                        self._ask()
+                    self.features.release_passed(sequence)
+                    if not self.features.can_start(sequence):  # its next image is after the hits
+                        self._acquire_features()
                         continue
             found.append(sequence)
             if ahead is not None:
@@ -383,7 +394,7 @@ class Scheduler:
         return found
 
     def _shares(self, candidates: list[Sequence], left: int, now: float) -> budget.Shares:
-        """How many tokens each candidate gets of those that are left; who gets some is admitted."""
+        """The number of tokens that each candidate gets of those left. Candidates that get some are admitted."""
 
         def admit(sequence: Sequence) -> bool:
             return self._admit(sequence, now)
@@ -399,15 +410,15 @@ class Scheduler:
         in_chunks = self.config.chunked_prefill
         return budget.by_arrival(candidates, left, computable=self._computable, admit=admit, in_chunks=in_chunks)
 
-    def _note_pauses(self, prefilling: list[Sequence], now: float) -> None:
-        """Who has begun its prompt and got nothing of this step is paused until it gets something again."""
+    def _record_pauses(self, prefilling: list[Sequence], now: float) -> None:
+        """Pause sequences whose prompt is partly computed and that got no tokens of this step."""
         for sequence in prefilling:
             if sequence.slot is not None and sequence.computed and sequence.served_at != now and not sequence.paused:
                 sequence.paused = True
                 self.events.append(Event(kind="pause", sequence=sequence, cause="budget"))
 
     def _computable(self, sequence: Sequence) -> int:
-        """How many of a sequence's uncomputed tokens could be computed now, what is swapped out being back."""
+        """Number of uncomputed tokens that could be computed now, once swapped blocks are back."""
         if sequence.swapped is not None:
             return len(sequence.known) - sequence.reached
         if self.features is None or not sequence.request.media:
@@ -423,17 +434,15 @@ class Scheduler:
         if sequence.swapped is not None:
             kept = sequence.swapped.first
             if not self.blocks.restore(sequence):
-                self._cut(sequence, kept)  # the rest is computed again, for which it may need more blocks than these
-                self._ask_again(sequence)
+                self._truncate(sequence, kept)  # recomputing may take more blocks than it has now
+                self._track_features(sequence)
                 return False
-        sequence.slot = self._free_slots.pop()
-        _remove(self.waiting, sequence)
-        bisect.insort(self.running, sequence, key=lambda s: s.order)
+        self._queues.admit(sequence)
         sequence.admitted_class = self.discipline.rank(sequence, now)[0]
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
             if not sequence.index:
-                self.blocks.count(sequence)
+                self.blocks.count_hits(sequence)
         return True
 
     def _row(self, sequence: Sequence, count: int, now: float) -> Row:
@@ -452,7 +461,7 @@ class Scheduler:
             dropped=sequence.dropped,
             first_new_block=sequence.on_device_blocks,
             new_blocks=tuple(sequence.blocks[sequence.on_device_blocks :]),
-            features=self.features.in_row(sequence, start, end) if self.features and sequence.request.media else (),
+            features=self.features.in_range(sequence, start, end) if self.features and sequence.request.media else (),
         )
         sequence.on_device, sequence.on_device_blocks = True, len(sequence.blocks)
         sequence.computed = end
@@ -463,21 +472,21 @@ class Scheduler:
             sequence.paused = False
             self.events.append(Event(kind="resume", sequence=sequence, cause="turn"))
         if self.features is not None and sequence.request.media:
-            self.features.leave_behind(sequence)
+            self.features.release_passed(sequence)
         sequence.pending += row.sample
         if sequence.children and end >= sequence.num_prompt:
             self._fork(sequence)
         return row
 
     def next_batch(self) -> tuple[MediaSpan, ...]:
-        """What the encoder computes next; none when nothing waits for it. `encoded` must follow."""
+        """The images to encode in the next call, or none. The caller must call `encoded` after it."""
         if self.features is None:
             return ()
         return self.features.next_batch(self._in_order([*self.running, *self.waiting], self._planned_at))
 
     def may_encode(self, seconds: float) -> bool:
-        """Whether a slice of the encoder that takes so long may run beside the step planned last. First come, first
-        served: always. By deadline, who decodes may be in the way; see budget.slice_fits."""
+        """Whether a slice of the encoder that takes `seconds` may run beside the latest step. First come, first served,
+        it always may; by deadline, decoding sequences may prevent it, see budget.slice_fits."""
         if not self.discipline.by_deadline or self.features is None:
             return True
         now = self._planned_at
@@ -489,7 +498,7 @@ class Scheduler:
         )
 
     def encoded(self, batch: Iterable[MediaSpan]) -> None:
-        """Steps that are planned from now on find the features of `batch` on the device."""
+        """Mark the features of `batch` as ready for the steps planned from now on."""
         assert self.features is not None
         for span in batch:
             self.features.cache.finish(span.key)
@@ -497,11 +506,12 @@ class Scheduler:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, tokens: Iterable[int | None], now: float = 0.0) -> list[Accepted]:
-        """Takes the sampled token of each row (None where none was; -1 where the logits were not numbers) and ends the
-        sequences it ends. Rows of sequences that ended meanwhile are dropped.
+        """Add the sampled tokens to their sequences, and end the sequences that they end.
 
         Args:
-            now: when the tokens came, in the engine's seconds.
+            plan: The plan of the step. Rows of sequences that ended in the meantime are dropped.
+            tokens: The sampled token of each row: None if none was sampled, -1 if its logits were not numbers.
+            now: Engine time in seconds when the tokens came.
         """
         self.pool.now = max(self.pool.now, now)
         accepted = []
@@ -529,19 +539,23 @@ class Scheduler:
             )
         return accepted
 
-    # -- blocks and slots ---------------------------------------------------------------------------------------------
+    # -- queues and blocks --------------------------------------------------------------------------------------------
 
     def _enqueue(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
-        self._ask_again(sequence)
+        self._queues.add(sequence)
+        self._track_features(sequence)
 
-    def _ask_again(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence) -> None:
+        self._queues.requeue(sequence)
+        self._track_features(sequence)
+
+    def _track_features(self, sequence: Sequence) -> None:
         if self.features is not None:
-            self.features.add(sequence)
+            self.features.track(sequence)
 
     def _fork(self, parent: Sequence) -> None:
-        """Lets the siblings start, with the parent's full prompt blocks if its prompt is computed. At least one
-        prompt token is left to each, to have something to sample from."""
+        """Queue the siblings of a sequence, with its full prompt blocks if its prompt is computed. Each computes at
+        least one prompt token itself, to sample from."""
         children, parent.children = parent.children, []
         shared = (parent.num_prompt - 1) // self.pool.block_size if parent.computed >= parent.num_prompt else 0
         for child in children:
@@ -552,71 +566,47 @@ class Scheduler:
                 child.digests, child.registered = list(parent.digests), min(parent.registered, shared)
                 self._enqueue(child)
 
-    def _release(self, sequence: Sequence) -> None:
-        self._cut(sequence, 0)
-        if sequence.slot is not None:
-            self._release_slot(sequence)
-
-    def _cut(self, sequence: Sequence, keep: int) -> None:
-        """Takes the blocks behind the first `keep` from a sequence, to be computed again. It holds no features
-        afterwards."""
-        self.blocks.cut(sequence, keep)
+    def _truncate(self, sequence: Sequence, keep: int) -> None:
+        """Free a sequence's blocks after the first `keep`, and drop its features."""
+        self.blocks.truncate(sequence, keep)
         if self.features is not None:
             self.features.release(sequence)
 
-    def _take_from(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence) -> bool:
-        """The same for the sake of another; what is cheaper to bring back than to compute is swapped out. Whether
-        anything was taken."""
+    def _preempt_blocks(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence) -> bool:
+        """Free or swap out a sequence's blocks after the first `keep` for another sequence. Returns False if none were:
+        a compressed sequence that cannot be swapped out keeps its blocks."""
         held = len(sequence.blocks)
-        swapped = self.blocks.take_from(sequence, keep)
+        swapped = self.blocks.preempt(sequence, keep)
         if swapped is None:
             return False
         if self.features is not None:
             self.features.release(sequence)
         lost = held - len(sequence.blocks)
         self.events.append(
-            Event(kind="preempt", sequence=sequence, cause=cause, by=name(by), blocks=lost, swapped=swapped)
+            Event(kind="preempt", sequence=sequence, cause=cause, by=by.name, blocks=lost, swapped=swapped)
         )
         return True
 
-    def _release_shared(self, besides: Sequence) -> bool:
-        """Takes back blocks that only a waiting sequence holds, the last to arrive; it will compute them again. Whether
-        there was one."""
-        holders = [s for s in self.waiting if s.blocks and not s.dropped and s is not besides]
+    def _reclaim_shared(self, other_than: Sequence) -> bool:
+        """Free blocks that only waiting sequences hold, those of the last to arrive first. Returns whether there were
+        any."""
+        holders = [s for s in self.waiting if s.blocks and not s.dropped and s is not other_than]
         if not holders:
             return False
-        kept = {block for s in (*self.running, besides) for block in s.blocks}
-        # What is shared is the beginning of a prompt: who shares its last block shares all.
+        kept = {block for s in (*self.running, other_than) for block in s.blocks}
+        # Shared blocks are prompt prefixes: a sequence that shares its last block shares all of them.
         holder = next((s for s in reversed(holders) if s.blocks[-1] not in kept), None)
         if holder is None:
             return False
-        self._release(holder)
-        self._ask_again(holder)
+        self._truncate(holder, 0)
+        self._track_features(holder)
         return True
 
     def _preempt(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence) -> bool:
-        """Sends a running sequence back to the queue, with its first `keep` blocks, for the sake of another. Whether it
-        went: a compressed one that cannot be swapped stays."""
-        if not self._take_from(sequence, keep, cause, by):
+        """Requeue a running sequence, with its first `keep` blocks, for another sequence. Returns False if it keeps its
+        slot, see _preempt_blocks."""
+        if not self._preempt_blocks(sequence, keep, cause, by):
             return False
         self.num_preemptions += 1
-        self._queue_again(sequence)
+        self._requeue(sequence)
         return True
-
-    def _queue_again(self, sequence: Sequence) -> None:
-        _remove(self.running, sequence)
-        self._release_slot(sequence)
-        self._enqueue(sequence)
-
-    def _release_slot(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        self._free_slots.append(sequence.slot)
-        sequence.slot = None
-        sequence.on_device = False
-
-
-def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    """Takes a sequence out of an ordered queue, if it is there."""
-    at = bisect.bisect_left(queue, sequence.order, key=lambda s: s.order)
-    if at < len(queue) and queue[at] is sequence:
-        del queue[at]

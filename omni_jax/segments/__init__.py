@@ -1,5 +1,5 @@
-"""The segment: a stretch of one request's tokens, the policies that cut a prompt into them, and when each is due. Plain
-data and pure functions: no JAX, no I/O, no clock."""
+"""Segments: the policies that cut a prompt into them, and their deadlines. Plain data and pure functions: no JAX, no
+I/O, no clock."""
 
 from omni_jax.requests.segment import MODALITIES, Compute, Modality, Segment
 from omni_jax.requests.slo import SLO

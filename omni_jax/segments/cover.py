@@ -7,9 +7,10 @@ from omni_jax.requests.segment import Segment
 
 
 def check_cover(segments: Iterable[Segment], length: int) -> None:
-    """Checks that segments cover the places [0, length) exactly once, in order, and that none is empty.
+    """Check that non-empty segments cover tokens [0, length) exactly once, in order.
 
-    Raises InvalidRequest that names the first place where they do not.
+    Raises:
+        InvalidRequest: They do not; the message gives the first token at which they fail.
     """
     segments = tuple(segments)
     covered = 0
@@ -34,7 +35,7 @@ def check_cover(segments: Iterable[Segment], length: int) -> None:
         raise _uncovered(covered, f"tokens [{covered}, {length}) are in no segment")
 
 
-def _uncovered(place: int, fault: str) -> InvalidRequest:
+def _uncovered(index: int, fault: str) -> InvalidRequest:
     return InvalidRequest(
-        f"segments must cover the prompt exactly once, in order; at token {place}: {fault}", param="segment_policy"
+        f"segments must cover the prompt exactly once, in order; at token {index}: {fault}", param="segment_policy"
     )

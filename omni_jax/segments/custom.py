@@ -1,4 +1,4 @@
-"""A policy somebody else wrote: found by its dotted path, and checked at each call."""
+"""Custom segment policies: loaded by dotted path, and checked at each call."""
 
 import bisect
 import dataclasses
@@ -14,21 +14,21 @@ from omni_jax.user_code import load_function
 
 
 def custom(path: str) -> Callable[[PromptView], tuple[Segment, ...]]:
-    """A policy of one's own, "package.module:function", imported now.
+    """Import the segment policy at "package.module:function".
 
-    The function is given a PromptView and returns a list or tuple of Segments, or of (start, stop) or
-    (start, stop, modality); what it returns is checked at each call.
+    The function takes a PromptView and returns a list or tuple of Segments, (start, stop) or (start, stop, modality).
+    What it returns is checked at each call.
 
     Raises:
-        ValueError: no such module or function, or it cannot be called. The policy itself raises InvalidRequest when
-            the function fails, or its segments do not cover the prompt exactly once, in order.
+        ValueError: The module or function does not exist, or it cannot be called. The policy itself raises
+            InvalidRequest if the function fails or its segments do not cover the prompt exactly once, in order.
     """
     function = load_function(path, "segment policy")
 
     def policy(view: PromptView) -> tuple[Segment, ...]:
         try:
             returned = function(view)
-        except Exception as error:  # somebody else's code, and it shall cost one request at most
+        except Exception as error:  # an error in custom code must fail no more than one request
             raise InvalidRequest(
                 f"segment policy {path} failed: {type(error).__name__}: {error}", param="segment_policy"
             ) from error
@@ -45,7 +45,7 @@ def custom(path: str) -> Callable[[PromptView], tuple[Segment, ...]]:
 
 
 def _segment(path: str, view: PromptView, number: int, item: Any) -> Segment:
-    """What somebody's function returned, as a Segment of plain numbers."""
+    """An item that a custom policy returned, as a checked Segment."""
     try:
         if isinstance(item, Segment):
             start, stop = operator.index(item.start), operator.index(item.stop)
@@ -67,6 +67,6 @@ def _segment(path: str, view: PromptView, number: int, item: Any) -> Segment:
     return segment
 
 
-def _modality_at(view: PromptView, place: int) -> Modality:
-    index = bisect.bisect_right(view.media, place, key=lambda item: item.start) - 1
-    return view.media[index].modality if index >= 0 and place < view.media[index].stop else "text"
+def _modality_at(view: PromptView, token: int) -> Modality:
+    index = bisect.bisect_right(view.media, token, key=lambda item: item.start) - 1
+    return view.media[index].modality if index >= 0 and token < view.media[index].stop else "text"

@@ -1,4 +1,4 @@
-"""When work is due: a request's objectives -> deadlines of its segments and of its next token."""
+"""Deadlines of a request's segments and of its next token, from its objectives."""
 
 import dataclasses
 import math
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 def with_deadlines(
     segments: Sequence[Segment], slo: SLO, arrival: float, cost: "CostModel", *, media: Sequence[MediaSpan] = ()
 ) -> tuple[Segment, ...]:
-    """A prompt's segments with deadlines, and with the request's priority added to their own.
+    """Give a prompt's segments deadlines, and add the request's priority to theirs.
 
-    The time to the first token is shared out by predicted cost: a segment is due at
-    arrival + ttft x (cost of the prompt up to its end / cost of the whole prompt). Deadlines never fall from one
-    segment to the next, and the last is exactly arrival + ttft. A request that has only e2e_ms, or a smaller one, must
-    have its first token by then; without either nothing is due.
+    The time to first token is divided by predicted cost: a segment is due at
+    arrival + ttft x (cost of the prompt up to its end / cost of the whole prompt). Deadlines never decrease, and the
+    last one is exactly arrival + ttft. If e2e_ms is smaller than ttft_ms, or ttft_ms is None, it takes the place of
+    ttft_ms. Without either, deadlines are infinite.
 
     Args:
-        segments: they cover the prompt, in order.
-        arrival: seconds on the engine's clock.
-        cost: predicts the seconds of prefill and encoder.
-        media: the prompt's, in order: a span is encoded before the first segment that has a token of it.
+        segments: Segments that cover the prompt, in order.
+        slo: The request's objectives.
+        arrival: Arrival in seconds on the engine's clock.
+        cost: Predicts the seconds of prefill and encoder.
+        media: The prompt's media, in order. A span is encoded before the first segment that contains a token of it.
     """
     priorities = [slo.priority + segment.priority for segment in segments]
     limits = [limit for limit in (slo.ttft_ms, slo.e2e_ms) if limit is not None]
@@ -45,20 +46,21 @@ def with_deadlines(
 
 
 def decode_deadline(slo: SLO, arrival: float, first_token_at: float, tokens_out: int) -> float:
-    """When the next token is due, in seconds on the engine's clock: tpot after the last one at an even pace from the
-    first, so that a token that came early leaves its time to the next ones; and never after arrival + e2e. Infinite
-    without either objective.
+    """The due time of the next output token, in seconds on the engine's clock; infinite without tpot_ms and e2e_ms.
+
+    Token i is due at first_token_at + i x tpot, so a token that comes early leaves its time to the next ones, and no
+    later than arrival + e2e.
 
     Args:
-        first_token_at: when the first token came.
-        tokens_out: tokens that have come, at least one.
+        first_token_at: When the first token came, in engine seconds.
+        tokens_out: Number of tokens that have come, at least one.
     """
     pace = math.inf if slo.tpot_ms is None else first_token_at + slo.tpot_ms / 1000 * tokens_out
     return pace if slo.e2e_ms is None else min(pace, arrival + slo.e2e_ms / 1000)
 
 
 def _shares(segments: Sequence[Segment], cost: "CostModel", media: Sequence[MediaSpan]) -> list[float]:
-    """Predicted cost up to each segment's end over that of all of them; never falling, the last is 1."""
+    """The predicted cost up to each segment's end as a share of the whole. Shares never decrease; the last is 1."""
     encoding, encoded = 0.0, 0
     reached: list[float] = []
     for segment in segments:
@@ -70,6 +72,6 @@ def _shares(segments: Sequence[Segment], cost: "CostModel", media: Sequence[Medi
     if not reached:
         return []
     whole = reached[-1]
-    if not 0 < whole < math.inf:  # a model that has not learnt anything yet
+    if not 0 < whole < math.inf:  # the cost model has not learnt anything yet
         return [segment.stop / segments[-1].stop for segment in segments]
     return [part / whole for part in reached]

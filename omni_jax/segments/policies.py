@@ -1,7 +1,9 @@
-"""Policies: functions that cut a prompt into segments. A cut says when work can pause and in what company it runs; it
-never changes what the model answers, and never keeps the scheduler from chunking a long segment.
+"""Segment policies: functions that cut a prompt into segments.
 
-To write one: a function PromptView -> segments in order, covering the prompt exactly once. It must be quick, for it
+A cut decides where work can pause and what it is batched with. It never changes the model's output, and the scheduler
+may still split a long segment into chunks.
+
+A policy is a function PromptView -> segments that cover the prompt exactly once, in order. It must be fast, because it
 runs between a request's arrival and its first step.
 """
 
@@ -19,7 +21,7 @@ from omni_jax.segments.even import even_cuts
 from omni_jax.segments.prompt_view import PromptView
 from omni_jax.segments.regions import parse_regions, region_runs
 from omni_jax.segments.runs import Run, runs
-from omni_jax.segments.sentences import sentence_places
+from omni_jax.segments.sentences import sentence_stops
 from omni_jax.segments.token_text import TokenText
 
 Policy = Callable[[PromptView], tuple[Segment, ...]]
@@ -27,7 +29,7 @@ Cut = Callable[[PromptView, Run], Iterable[Segment]]
 
 
 def request(view: PromptView) -> tuple[Segment, ...]:
-    """One segment: the baseline. It counts as the medium with the most tokens, or as text where there is none."""
+    """One segment, the baseline. Its modality is that of the media with the most tokens, or text without media."""
     tokens: collections.Counter[Modality] = collections.Counter()
     for item in view.media:
         tokens[item.modality] += item.stop - item.start
@@ -36,40 +38,40 @@ def request(view: PromptView) -> tuple[Segment, ...]:
 
 
 def by_modality(view: PromptView) -> tuple[Segment, ...]:
-    """Each image, each video, each table in the text, and each stretch of other text between them."""
+    """Each image, each video, each table in the text, and each stretch of text between them."""
     return tuple(_whole(run) for run in runs(view, tables=True))
 
 
 def by_length(max_length: int) -> Policy:
-    """Text in pieces of max_length tokens, the last of a stretch shorter; media whole."""
-    most = _count("max_length", max_length)
+    """Text in pieces of max_length tokens, the last piece of a stretch shorter; each image or video whole."""
+    max_length = _positive("max_length", max_length)
 
     def cut(view: PromptView, run: Run) -> Iterable[Segment]:
         if run.media is not None:
             return [_whole(run)]
-        return _parts(run, [*range(most, run.length, most), run.length])
+        return _parts(run, [*range(max_length, run.length, max_length), run.length])
 
     return lambda view: _cut(view, cut)
 
 
 def by_sentence(view: PromptView, *, max_length: int | None = None) -> tuple[Segment, ...]:
-    """Each sentence of the text (sentences.sentence_places says what that is); media whole.
+    """Each sentence of the text (see sentences.sentence_stops); each image or video whole.
 
-    Sentences are never cut, however long: the scheduler chunks.
+    Sentences are never cut, however long; the scheduler splits them into chunks.
 
     Args:
-        max_length: consecutive sentences are joined while they have at most so many tokens together, as equally as
-            their ends allow; None leaves each alone.
+        max_length: Consecutive sentences are joined into pieces of at most this many tokens, as equal as the sentence
+            ends allow. None leaves sentences separate.
     """
     numbers = itertools.count(1)
 
     def cut(view: PromptView, run: Run) -> Iterable[Segment]:
         if run.media is not None:
             return [_whole(run)]
-        places = sentence_places(TokenText.of(view, run.start, run.stop))
+        stops = sentence_stops(TokenText.of(view, run.start, run.stop))
         if max_length is not None:
-            return _parts(run, even_cuts(places, max_length))
-        return _segments(run, places, (f"sentence {next(numbers)}" for _ in places))
+            return _parts(run, even_cuts(stops, max_length))
+        return _segments(run, stops, (f"sentence {next(numbers)}" for _ in stops))
 
     return _cut(view, cut)
 
@@ -77,12 +79,13 @@ def by_sentence(view: PromptView, *, max_length: int | None = None) -> tuple[Seg
 def by_region(regions: Mapping[str, Any]) -> Policy:
     """Images, and each step of a video, by regions; each stretch of text whole.
 
-    Visual tokens are in row-major order and a segment is contiguous: a region as wide as the image is one segment,
-    any other is one for each row of tokens, all of its label. So bands are cheap, and columns are many short segments.
+    Visual tokens are in row-major order and a segment is contiguous, so a region as wide as the image is one segment,
+    and any other is one segment per row of tokens, all with its label. Bands are cheap; columns are many short
+    segments.
 
     Args:
-        regions: a grid {"rows": 2, "cols": 2}, or {name: [x0, y0, x1, y1]} in fractions of width and height; what the
-            names leave is labelled "rest".
+        regions: A grid {"rows": 2, "cols": 2}, or {name: [x0, y0, x1, y1]} in fractions of width and height. Tokens
+            outside all named regions are labelled "rest".
     """
     layout = parse_regions(regions)
 
@@ -98,27 +101,29 @@ def by_region(regions: Mapping[str, Any]) -> Policy:
 
 
 def hybrid(max_text: int = 256, max_image: int = 256, max_video: int = 256) -> Policy:
-    """By modality, and what is long in pieces of nearly equal compute: text of more than max_text tokens at ends of
-    sentences, images of more than max_image tokens in bands of whole rows, videos of more than max_video by steps
-    (and a step that is longer by bands). Tables and what is short stay whole, as does a sentence longer than max_text.
+    """By modality, with long runs cut into pieces of nearly equal compute.
+
+    Text of more than max_text tokens is cut at sentence ends, images of more than max_image tokens into bands of whole
+    rows, videos of more than max_video tokens between steps (and a longer step into bands). Tables, shorter runs and
+    sentences longer than max_text stay whole.
     """
-    most: dict[Modality, int] = {
-        "text": _count("max_text", max_text),
-        "image": _count("max_image", max_image),
-        "video": _count("max_video", max_video),
+    limits: dict[Modality, int] = {
+        "text": _positive("max_text", max_text),
+        "image": _positive("max_image", max_image),
+        "video": _positive("max_video", max_video),
     }
 
     def cut(view: PromptView, run: Run) -> Iterable[Segment]:
-        if run.modality == "table" or run.length <= most[run.modality]:
+        if run.modality == "table" or run.length <= limits[run.modality]:
             return [_whole(run)]
         if run.media is None:
-            places = sentence_places(TokenText.of(view, run.start, run.stop))
-            return _parts(run, even_cuts(places, most["text"]))
+            stops = sentence_stops(TokenText.of(view, run.start, run.stop))
+            return _parts(run, even_cuts(stops, limits["text"]))
         rows, cols = run.media.grid
         step = rows * cols
-        if step <= most[run.modality]:
-            return _parts(run, even_cuts(range(step, run.length + 1, step), most[run.modality]))
-        bands = even_cuts(range(cols, step + 1, cols), most[run.modality])
+        if step <= limits[run.modality]:
+            return _parts(run, even_cuts(range(step, run.length + 1, step), limits[run.modality]))
+        bands = even_cuts(range(cols, step + 1, cols), limits[run.modality])
         return _parts(run, [base + band for base in range(0, run.length, step) for band in bands])
 
     return lambda view: _cut(view, cut, tables=True)
@@ -126,11 +131,11 @@ def hybrid(max_text: int = 256, max_image: int = 256, max_video: int = 256) -> P
 
 def _by_sentence(max_length: int | None = None) -> Policy:
     if max_length is not None:
-        _count("max_length", max_length)
+        _positive("max_length", max_length)
     return functools.partial(by_sentence, max_length=max_length)
 
 
-# Name -> what makes the policy from its arguments.
+# Name -> function that makes the policy from its arguments.
 POLICIES: dict[str, Callable[..., Policy]] = {
     "request": lambda: request,
     "by_modality": lambda: by_modality,
@@ -143,29 +148,31 @@ _NEEDS_TEXT, _NEEDS_MEDIA = ("by_length", "by_sentence"), ("by_region",)
 
 
 def make_policy(spec: str | Mapping[str, Any], *, allow_custom: bool = False) -> Policy:
-    """The policy that a person wrote down.
+    """Make the policy that `spec` describes.
 
     Args:
-        spec: a name ("hybrid"); a name with arguments ({"policy": "by_length", "max_length": 256}); or one of these
-            for each modality ({"text": {"policy": "by_sentence"}, "image": {"policy": "by_region", "regions": ...}}),
-            where each table in the text is on its own and a modality that is not named stays whole. For a function of
-            one's own "package.module:function" is the name.
-        allow_custom: whether that is allowed. Only where an operator wrote the spec: it imports and runs code.
+        spec: A name ("hybrid"); a name with arguments ({"policy": "by_length", "max_length": 256}); or one of these
+            per modality ({"text": {"policy": "by_sentence"}, "image": {"policy": "by_region", "regions": ...}}),
+            where each table in the text is a run of its own and modalities that are not named stay whole. The name of
+            a custom policy is "package.module:function".
+        allow_custom: Whether custom policies are allowed. They import and run code, so the spec must be the
+            operator's.
 
-    Raises ValueError for unknown names and arguments, with those that there are, and for arguments that are no good.
+    Raises:
+        ValueError: Unknown names or arguments (the message lists the known ones), or bad values of arguments.
     """
     if isinstance(spec, str):
         return _named(spec, {}, allow_custom)
     if not isinstance(spec, Mapping) or not spec:
         raise ValueError(
-            f"a segment policy is a name, a mapping with the key 'policy', or a mapping from "
-            f"{', '.join(MODALITIES)} to these; got {spec!r}"
+            f"a segment policy is a name, a mapping with the key 'policy', or a mapping of the modalities "
+            f"{', '.join(MODALITIES)} to policies; got {spec!r}"
         )
     if "policy" in spec:
         return _named(spec["policy"], {key: value for key, value in spec.items() if key != "policy"}, allow_custom)
     if unknown := [key for key in spec if key not in MODALITIES]:
         raise ValueError(
-            f"segment policy: unknown key {unknown[0]!r}; there are 'policy', or the modalities {', '.join(MODALITIES)}"
+            f"segment policy: unknown key {unknown[0]!r}; expected 'policy', or the modalities {', '.join(MODALITIES)}"
         )
     return functools.partial(
         _each_modality, policies={modality: _of_modality(modality, spec[modality], allow_custom) for modality in spec}
@@ -180,17 +187,17 @@ def _whole(run: Run) -> Segment:
     return Segment(start=run.start, stop=run.stop, modality=run.modality, label=run.label)
 
 
-def _parts(run: Run, places: Sequence[int]) -> list[Segment]:
-    if len(places) == 1:
+def _parts(run: Run, stops: Sequence[int]) -> list[Segment]:
+    if len(stops) == 1:
         return [_whole(run)]
-    return _segments(run, places, (f"{run.label} part {number}" for number in range(1, len(places) + 1)))
+    return _segments(run, stops, (f"{run.label} part {number}" for number in range(1, len(stops) + 1)))
 
 
-def _segments(run: Run, places: Sequence[int], labels: Iterable[str]) -> list[Segment]:
-    """A run cut behind each of the places, which are counted from its start; the last is its length."""
+def _segments(run: Run, stops: Sequence[int], labels: Iterable[str]) -> list[Segment]:
+    """Cut a run at the given stops, which are counted from its start; the last is its length."""
     return [
         Segment(start=run.start + first, stop=run.start + last, modality=run.modality, label=label)
-        for (first, last), label in zip(itertools.pairwise([0, *places]), labels, strict=True)
+        for (first, last), label in zip(itertools.pairwise([0, *stops]), labels, strict=True)
     ]
 
 
@@ -215,9 +222,9 @@ def _each_modality(view: PromptView, *, policies: Mapping[str, Policy]) -> tuple
 
 
 def _label(run: Run, label: str) -> str:
-    """The label of a part of a run, from the one it got as a prompt of its own: there it is the first of its kind."""
-    for own in (f"{run.modality} 1 ", "text 1 "):
-        label = label.removeprefix(own)
+    """Label for a part of a run. `label` numbers the run as the first of its kind, as if it were the whole prompt."""
+    for prefix in (f"{run.modality} 1 ", "text 1 "):
+        label = label.removeprefix(prefix)
     return f"{run.label} {label}"
 
 
@@ -227,8 +234,8 @@ def _of_modality(modality: str, spec: Any, allow_custom: bool) -> Policy:
     valid = [policy for policy in POLICIES if policy not in unfit]
     if not isinstance(name, str) or name in unfit:
         raise ValueError(
-            f"segment policy for {modality}: {spec!r}; expected one of {', '.join(valid)}, or a mapping of "
-            "'policy' to one and of its arguments"
+            f"segment policy for {modality}: {spec!r}; expected one of {', '.join(valid)}, or a mapping of 'policy' to "
+            "one of these, with its arguments"
         )
     try:
         return make_policy(spec, allow_custom=allow_custom)
@@ -240,15 +247,15 @@ def _named(name: Any, arguments: Mapping[str, Any], allow_custom: bool) -> Polic
     known = ", ".join(POLICIES)
     if isinstance(name, str) and ":" in name:
         if not allow_custom:
-            raise ValueError(f"segment policy {name!r}: functions are not taken here; there are {known}")
+            raise ValueError(f"segment policy {name!r}: custom policies are not allowed here; expected one of {known}")
         if arguments:
             raise ValueError(f"segment policy {name!r} takes no arguments, got {', '.join(map(str, arguments))}")
         return custom(name)
     if not isinstance(name, str) or name not in POLICIES:
-        own = ", and 'package.module:function' for one of your own" if allow_custom else ""
-        raise ValueError(f"unknown segment policy {name!r}; there are {known}{own}")
+        or_custom = ", or 'package.module:function' for a custom policy" if allow_custom else ""
+        raise ValueError(f"unknown segment policy {name!r}; expected one of {known}{or_custom}")
     parameters = inspect.signature(POLICIES[name]).parameters
-    takes = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
+    takes = f"it takes {', '.join(parameters)}" if parameters else "it takes no arguments"
     if unknown := [key for key in arguments if key not in parameters]:
         raise ValueError(f"segment policy {name}: unknown argument {unknown[0]!r}; {takes}")
     if missing := [key for key, it in parameters.items() if it.default is it.empty and key not in arguments]:
@@ -259,7 +266,7 @@ def _named(name: Any, arguments: Mapping[str, Any], allow_custom: bool) -> Polic
         raise ValueError(f"segment policy {name}: {error}") from error
 
 
-def _count(name: str, value: Any) -> int:
+def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of tokens, at least 1, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     return value

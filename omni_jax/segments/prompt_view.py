@@ -1,4 +1,4 @@
-"""A prompt as a segment policy sees it. No token is decoded until a policy reads text."""
+"""A prompt as segment policies see it."""
 
 import bisect
 import codecs
@@ -16,16 +16,17 @@ if TYPE_CHECKING:  # transformers is not imported for a type
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaView:
-    """An image's or a video's run of visual tokens: step after step, in each row after row.
+    """The run of visual tokens of an image or a video: step by step, each step in row-major order.
 
     Attributes:
-        start: place of its first token in the prompt.
-        stop: place behind its last token.
+        start: Index of its first token in the prompt.
+        stop: Index after its last token.
         modality: "image" or "video".
-        grid: (rows, columns) of tokens of one temporal step.
-        steps: temporal steps; 1 for an image.
+        grid: (rows, columns) of tokens in one temporal step.
+        steps: Number of temporal steps; 1 for an image.
 
-    Raises ValueError when the grid is not as large as the run.
+    Raises:
+        ValueError: The grid does not match the run's length.
     """
 
     start: int
@@ -45,16 +46,15 @@ class MediaView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PromptView:
-    """A prompt as a policy sees it: its media, and its text where somebody asks for it.
+    """A prompt as segment policies see it: its media, and functions that return its text.
 
     Attributes:
-        length: tokens.
-        media: in order, no two overlap; what lies between them is text.
-        text: (start, stop) -> text of those tokens, control tokens spelt out, bytes that are no character as U+FFFD.
-        token_texts: (start, stop) -> the same, a string for each token: the characters it completes. A token that
-            leaves its last character unfinished may be "". Joined they are `text`.
-        controls: places of control tokens (turns of a chat, brackets around media), ascending: no sentence runs on
-            across one.
+        length: Number of tokens.
+        media: Images and videos in order, without overlap; the tokens between them are text.
+        text: (start, stop) -> text of those tokens. Control tokens are spelt out; invalid UTF-8 becomes U+FFFD.
+        token_texts: (start, stop) -> the same text as one string per token: the characters that the token completes.
+            A token that ends inside a character may be "". Joined, they equal `text`.
+        controls: Indices of control tokens (chat turns, media brackets), ascending. No sentence spans one.
     """
 
     length: int
@@ -64,7 +64,7 @@ class PromptView:
     controls: tuple[int, ...] = ()
 
     def part(self, start: int, stop: int) -> "PromptView":
-        """The tokens [start, stop) as a prompt of their own; media that lie in them whole are its media."""
+        """The tokens [start, stop) as a prompt of their own, with the media that lie wholly inside."""
         low, high = bisect.bisect_left(self.controls, start), bisect.bisect_left(self.controls, stop)
         first_item = bisect.bisect_left(self.media, start, key=lambda item: item.start)
         last_item = bisect.bisect_right(self.media, stop, key=lambda item: item.stop)
@@ -76,17 +76,17 @@ class PromptView:
             ),
             text=lambda first, last: self.text(start + first, start + last),
             token_texts=lambda first, last: self.token_texts(start + first, start + last),
-            controls=tuple(place - start for place in self.controls[low:high]),
+            controls=tuple(token - start for token in self.controls[low:high]),
         )
 
 
 def prompt_view(ids: Sequence[int], media: Sequence[MediaSpan], tokenizer: "Tokenizer") -> PromptView:
-    """The view of a prompt. Nothing is decoded until a policy reads text, and then everything, once.
+    """Make the view of a prompt. Text is decoded when a policy first reads some: all of it, once.
 
     Args:
-        ids: the prompt's token ids.
-        media: its spans, in order, one a temporal step; steps of a video that follow one another are one item.
-        tokenizer: gives the bytes of tokens, and says which of them are control tokens.
+        ids: The prompt's token ids.
+        media: Its spans in order, one per temporal step. Adjacent steps of a video become one item.
+        tokenizer: Gives the bytes of tokens and the ids of control tokens.
     """
 
     @functools.cache
@@ -98,12 +98,12 @@ def prompt_view(ids: Sequence[int], media: Sequence[MediaSpan], tokenizer: "Toke
         media=_items(media),
         text=lambda start, stop: "".join(texts()[start:stop]),
         token_texts=lambda start, stop: texts()[start:stop],
-        controls=tuple(place for place, token in enumerate(ids) if token in tokenizer.special_ids),
+        controls=tuple(index for index, token in enumerate(ids) if token in tokenizer.special_ids),
     )
 
 
 def _texts(ids: Sequence[int], tokenizer: "Tokenizer") -> list[str]:
-    """The characters that each token completes; an unfinished one at the end is the last token's."""
+    """The characters that each token completes. An incomplete character at the end counts to the last token."""
     bytes_of = {token: tokenizer.token_bytes(token) for token in set(ids)}
     whole = {token: data.decode() for token, data in bytes_of.items() if _is_whole(data)}  # most tokens of most texts
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -131,7 +131,7 @@ def _is_whole(data: bytes) -> bool:
 def _items(media: Sequence[MediaSpan]) -> tuple[MediaView, ...]:
     items: list[MediaView] = []
     for span in media:
-        merge = math.isqrt(span.num_patches // span.length)  # patches a token stands for, each way
+        merge = math.isqrt(span.num_patches // span.length)  # patches per token along each side
         grid = (span.grid[0] // merge, span.grid[1] // merge)
         start, steps = span.start, 1
         if items and span.modality == "video" == items[-1].modality:

@@ -1,4 +1,4 @@
-"""Regions of an image: which of its visual tokens lie in which, and what runs of tokens that makes."""
+"""Regions of an image, and the runs of visual tokens that lie in each."""
 
 import dataclasses
 import itertools
@@ -9,20 +9,20 @@ import numpy as np
 
 from omni_jax.segments.prompt_view import MediaView
 
-REST = "rest"  # label of the tokens that lie in no named region
-_MOST = 64  # rows, columns or named regions; more than tokens are along a side of most images
-_SLACK = 1e-9  # fractions are rounded: 0.1 + 0.2 and 0.3 shall adjoin
+REST = "rest"  # label of the tokens outside all named regions
+_MAX_REGIONS = 64  # rows, columns or named regions; most images have fewer tokens along a side
+_SLACK = 1e-9  # rounding of fractions: a region that ends at 0.1 + 0.2 adjoins one that begins at 0.3
 
 VALID = (
-    'valid are a grid {"rows": 2, "cols": 2} of whole numbers from 1 to 64, or named regions '
-    '{"left": [x0, y0, x1, y1], ...}: fractions of width and height with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1, '
-    f'no two overlapping, at most 64 of them, none named "{REST}" (the label of what they leave)'
+    'expected a grid {"rows": 2, "cols": 2} of integers from 1 to 64, or named regions '
+    '{"left": [x0, y0, x1, y1], ...}: at most 64, in fractions of width and height with 0 <= x0 < x1 <= 1 and '
+    f'0 <= y0 < y1 <= 1, without overlap, and none named "{REST}" (the label of the tokens outside all regions)'
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """So many rows and columns of regions, as equal as whole tokens allow."""
+    """A grid of regions, as equal as whole tokens allow."""
 
     rows: int = 1
     cols: int = 1
@@ -32,7 +32,7 @@ class Grid:
         return [f"region {row},{col}" for row in range(1, self.rows + 1) for col in range(1, self.cols + 1)]
 
     def ids(self, rows: int, cols: int) -> np.ndarray:
-        """int [rows, cols]: index into labels for each token of an image."""
+        """int [rows, cols]: the index into labels of each token of an image."""
         down = np.arange(rows) * self.rows // rows
         across = np.arange(cols) * self.cols // cols
         return down[:, None] * self.cols + across
@@ -49,7 +49,7 @@ class Boxes:
         return [*self.boxes, REST]
 
     def ids(self, rows: int, cols: int) -> np.ndarray:
-        """int [rows, cols]: index into labels for each token of an image: the rectangle its middle lies in."""
+        """int [rows, cols]: the index into labels of each token of an image, by the rectangle that its centre is in."""
         x, y = (np.arange(cols) + 0.5) / cols, (np.arange(rows) + 0.5) / rows
         ids = np.full((rows, cols), len(self.boxes))
         for index, (x0, y0, x1, y1) in enumerate(self.boxes.values()):
@@ -58,16 +58,16 @@ class Boxes:
 
 
 def parse_regions(regions: Any) -> Grid | Boxes:
-    """A grid or named rectangles from what a person writes. Raises ValueError that lists what is valid."""
+    """Parse the `regions` argument of a policy. Raises ValueError with what is valid."""
     if not isinstance(regions, Mapping) or not regions:
         raise ValueError(f"regions must be a mapping, got {regions!r}; {VALID}")
     if set(regions) <= {"rows", "cols"} and not any(isinstance(value, (list, tuple)) for value in regions.values()):
         for side, count in regions.items():
-            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MAX_REGIONS:
                 raise ValueError(f"regions: {side} is {count!r}; {VALID}")
         return Grid(**regions)
-    if len(regions) > _MOST:
-        raise ValueError(f"regions: {len(regions)} of them; {VALID}")
+    if len(regions) > _MAX_REGIONS:
+        raise ValueError(f"regions: got {len(regions)}; {VALID}")
     boxes = {_name(name): _box(name, box) for name, box in regions.items()}
     for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
         if min(a[2], b[2]) - max(a[0], b[0]) > _SLACK and min(a[3], b[3]) - max(a[1], b[1]) > _SLACK:
@@ -76,11 +76,11 @@ def parse_regions(regions: Any) -> Grid | Boxes:
 
 
 def region_runs(media: MediaView, regions: Grid | Boxes) -> list[tuple[int, int, str]]:
-    """(start, stop, label) of the runs of tokens that lie in one region, in order, as places in the prompt.
+    """(start, stop, label) of each run of tokens in one region, in order, as indices into the prompt.
 
-    Tokens are in row-major order: a region as wide as the image is one run, any other has a run in each row of
-    tokens it touches, all of one label. In each step of a video the regions begin anew. A region that is too small to
-    hold the middle of a token gets none.
+    Tokens are in row-major order, so a region as wide as the image is one run, and any other has one run per row of
+    tokens that it covers, all with the same label. Each step of a video starts anew. A region too small to contain the
+    centre of a token has no run.
     """
     rows, cols = media.grid
     ids = regions.ids(rows, cols).reshape(-1)

@@ -1,4 +1,4 @@
-"""A prompt by modality: what every policy starts from."""
+"""A prompt divided by modality, which every policy starts from."""
 
 import collections
 import dataclasses
@@ -13,7 +13,7 @@ Span = tuple[int, int, Modality, MediaView | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A medium, a table, or the text between them."""
+    """An image, a video, a table, or a stretch of text between them."""
 
     start: int
     stop: int
@@ -27,7 +27,7 @@ class Run:
 
 
 def runs(view: PromptView, *, tables: bool) -> list[Run]:
-    """The prompt by modality, in order; with `tables`, those in its text apart."""
+    """Divide a prompt by modality, in order. With `tables`, tables in the text are runs of their own."""
     spans: list[Span] = []
     here = 0
     for item in (*view.media, None):
@@ -52,7 +52,7 @@ def _text_and_tables(view: PromptView, start: int, stop: int) -> list[Span]:
     tables = table_spans(tokens.text)
     spans: list[Span] = []
     here = start
-    # Tokens that a table has a part of are the table's, the earlier one's where it is two.
+    # A token that is partly in a table counts to the table; if it is in two, to the first.
     firsts, lasts = tokens.floor([span[0] for span in tables]), tokens.ceil([span[1] for span in tables])
     for first, last in zip((start + firsts).tolist(), (start + lasts).tolist(), strict=True):
         first = max(first, here)

@@ -1,24 +1,24 @@
-"""Where tables lie in a text: Markdown, HTML, and lines of cells."""
+"""Tables in a text: Markdown, HTML, and lines of cells."""
 
 import re
 from collections.abc import Iterator
 
 _TAG = re.compile(r"<(/?)table\b", re.IGNORECASE)
-_LINE = re.compile(r"[^\n\f]+")  # lines between line breaks and control tokens, the empty ones left out
+_LINE = re.compile(r"[^\n\f]+")  # a non-empty line; a form feed stands for a control token
 _QUOTED = re.compile(r'"[^"]*"')
-_TAG_SPACE = 16  # characters within which a tag is closed: looking to the text's end each time would take long
-_ROWS = 3  # lines of equally many cells that make a table
-_WORDS = 4  # in a cell of a line with spaces behind its commas; more of them are prose
+_TAG_SPACE = 16  # characters within which a tag must close; an unbounded search at each tag could take quadratic time
+_MIN_ROWS = 3  # consecutive lines with equally many cells that make a table
+_MAX_WORDS = 4  # words in a cell, if commas are followed by spaces; a line with longer cells is prose
 
 Span = tuple[int, int]
 Kind = tuple[str, int]
 
 
 def table_spans(text: str) -> list[Span]:
-    """Character ranges of the tables in a text, in order, none overlapping; each is whole lines or a whole HTML table.
+    """Character ranges of the tables in a text, in order, without overlap; each is whole lines or an HTML table.
 
-    A table is `<table>...</table>`; Markdown's header, separator row and rows; or three and more lines, one after
-    another, of the same number of cells (two at least) between tabs, pipes or commas.
+    A table is `<table>...</table>`, or a Markdown header with separator row and rows, or at least three consecutive
+    lines with the same number of cells (at least two) between tabs, pipes or commas.
     """
     html = list(_html_tables(text))
     spans: list[Span] = []
@@ -56,13 +56,13 @@ def _line_tables(text: str) -> Iterator[Span]:
         elif kinds[first] is not None:
             while last < len(lines) and kinds[last] == kinds[first] and _adjoin(lines, last):
                 last += 1
-            if last - first >= _ROWS:
+            if last - first >= _MIN_ROWS:
                 yield _whole_lines(text, lines[first][0], lines[last - 1][1])
         first = last
 
 
 def _has_separator(text: str, lines: list[Span], kinds: list[Kind | None], first: int) -> bool:
-    """Whether a line has cells and the next one parts it from the rows of its table."""
+    """Whether a line has cells and the next line is a Markdown separator row."""
     below = kinds[first + 1] if first + 1 < len(lines) else None
     return below is not None and below[0] == "-" and "|" in text[slice(*lines[first])] and _adjoin(lines, first + 1)
 
@@ -77,7 +77,7 @@ def _whole_lines(text: str, start: int, stop: int) -> Span:
 
 
 def _kind(line: str) -> Kind | None:
-    """(what is between the cells of a line, how many cells it has), or None for a line of fewer than two."""
+    """(separator of the cells, number of cells) of a line, or None if it has fewer than two cells."""
     line = line.strip(" \r")
     if "|" in line:
         if "-" in line and not set(line) - set("|:- \t"):
@@ -85,10 +85,10 @@ def _kind(line: str) -> Kind | None:
         if "\t" not in line:
             cells = line.replace("\\|", "").strip("|").count("|") + 1
             return ("|", cells) if cells > 1 else None
-    if "\t" in line.lstrip("\t"):  # tabs at the start alone indent
+    if "\t" in line.lstrip("\t"):  # leading tabs are indentation
         return "\t", line.count("\t") + 1
     if "," in line:
         cells = _QUOTED.sub("", line).split(",")
-        prose = ", " in line and (line[-1] in ".!?:;" or any(len(cell.split()) > _WORDS for cell in cells))
+        prose = ", " in line and (line[-1] in ".!?:;" or any(len(cell.split()) > _MAX_WORDS for cell in cells))
         return None if prose or len(cells) < 2 else (",", len(cells))
     return None

@@ -1,4 +1,4 @@
-"""The scheduler on a virtual clock: what would happen, with a cost model in the place of a device."""
+"""Simulation: the real scheduler on a virtual clock, with a cost model in place of the device."""
 
 from omni_jax.scheduling.router import ROUTERS, LeastLoaded, PrefixAware, RoundRobin, Router, make_router
 from omni_jax.simulation.gpu import GpuReplica, gpu_replica

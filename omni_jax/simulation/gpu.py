@@ -1,4 +1,4 @@
-"""A replica on a named GPU, from a model's config.json: no GPU, no weights."""
+"""A simulated replica on a named GPU, from a model's config.json. Needs neither GPU nor weights."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ if TYPE_CHECKING:  # transformers is not imported for a type
     from omni_jax.inputs import VisionInputs
 
 LIMITS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 32768, "block_size": 16}
-LAYERS_PER_SLICE = 8  # of the tower, between two steps: the engine's default on a GPU
-OVERHEAD = 256  # of a step, in tokens (Buckets.overhead): the same
+LAYERS_PER_SLICE = 8  # layers of the vision tower per slice, the engine's default on a GPU
+OVERHEAD = 256  # overhead of a step in tokens (Buckets.overhead), the engine's default on a GPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuReplica:
-    """What `simulate` needs to know of a model on a GPU.
+    """The arguments of `simulate` for a model on a GPU.
 
     Attributes:
-        config: with the engine's defaults for a GPU.
-        cost: the roofline.
-        vision: how images become patches; None for a model that reads text only.
+        config: The engine's defaults for a GPU.
+        cost: The GPU's roofline.
+        vision: How images become patches; None for a model that reads text only.
     """
 
     config: ReplicaConfig
@@ -41,21 +41,24 @@ def gpu_replica(
     roofline: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> GpuReplica:
-    """A replica of one GPU, or of several that share a model. The KV cache gets what weights and features leave of the
-    memory; activations are not counted.
+    """Describe a replica on one GPU, or on several that share one copy of the model.
+
+    The KV cache gets the memory that weights and features leave; activations are not counted.
 
     Args:
-        model: its config.json.
-        gpu: one of cost.GPUS.
-        max_pixels: of an image once it is resized.
-        roofline: replaces Roofline's assumptions.
-        settings: replace ReplicaConfig's.
+        model: The model's config.json.
+        gpu: Name of a GPU in cost.GPUS.
+        devices: Number of GPUs.
+        gpu_memory_utilization: Share of the memory to use.
+        max_pixels: Maximum number of pixels of a resized image.
+        roofline: Replaces assumptions of Roofline.
+        settings: Replace defaults of ReplicaConfig.
 
     Raises:
-        ValueError: an unknown GPU, or one whose memory does not hold the weights and one sequence.
-        UnsupportedModel: the engine does not run the model.
+        ValueError: The GPU is unknown, or its memory does not hold the weights and one sequence.
+        UnsupportedModel: The engine does not support the model.
     """
-    from omni_jax.models.config import model_config  # here, because the models bring JAX
+    from omni_jax.models.config import model_config  # imported here because it imports JAX
 
     sizes, card = ModelSizes.from_config(model), gpu_named(gpu)
     vision = _vision(model_config(model).vision, max_pixels)
@@ -90,15 +93,15 @@ def gpu_replica(
         if blocks < least:
             raise ValueError(
                 f"{devices} x {card.name} hold {memory / 1e9:.1f} GB at {gpu_memory_utilization:.0%}, and the weights "
-                f"take {sizes.parameter_bytes(cost.dtype_bytes) / 1e9:.1f}: what is left holds {max(blocks, 0)} blocks "
-                f"of {config.block_size} tokens, one sequence of {config.max_model_len} needs {least}"
+                f"take {sizes.parameter_bytes(cost.dtype_bytes) / 1e9:.1f}: the rest holds {max(blocks, 0)} blocks of "
+                f"{config.block_size} tokens, but one sequence of {config.max_model_len} needs {least}"
             )
         config = dataclasses.replace(config, num_blocks=min(blocks, config.max_num_seqs * least))
     return GpuReplica(config=config, cost=cost, vision=vision)
 
 
 def _vision(vision: Any, max_pixels: int) -> "VisionInputs | None":
-    """Of a models.VisionConfig, with the bounds of Qwen2-VL's own preprocessing."""
+    """Preprocessing for a models.VisionConfig, with the pixel bounds of Qwen2-VL."""
     if vision is None:
         return None
     from omni_jax.inputs import VisionInputs, VisionSettings

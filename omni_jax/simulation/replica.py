@@ -1,4 +1,4 @@
-"""One engine on a virtual clock: its scheduler and memory as they are, a cost model in the place of the device."""
+"""One engine on a virtual clock: its scheduler and memory, with a cost model in place of the device."""
 
 import bisect
 import collections
@@ -29,23 +29,23 @@ from omni_jax.telemetry.recorder import Recorder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """What an engine would be started with. Names are EngineConfig's where it has them.
+    """The settings of a simulated engine. Names are those of EngineConfig where it has them.
 
     Attributes:
-        max_num_seqs, max_num_batched_tokens, max_model_len, block_size: see SchedulerConfig and BlockPool.
-        num_blocks: of the KV cache that may be used; None: as many as max_num_seqs of max_model_len take.
-        buckets: compiled sizes; None: the engine's default for these limits.
-        chunked_prefill: see SchedulerConfig.
-        discipline: the order of service.
-        segment_policy: how prompts are cut; see segments.make_policy.
-        encoder_cache_tokens: features of images on the device; 0 for a model that reads text only.
-        max_patches: of one image.
-        pack_patches: images share a call of the tower up to so many.
-        encoder_slices: parts of equal length that a call of the tower runs in, one at most between two steps.
-        host_seconds: from the beginning of a plan to its dispatch.
-        prefix_caching: requests that begin alike share blocks.
-        recycling: which cached block goes first; see memory.make_recycling.
-        noise: standard deviation of the logarithm of a step's seconds, around what the cost model says.
+        max_num_seqs, max_num_batched_tokens, max_model_len, block_size: See SchedulerConfig and BlockPool.
+        num_blocks: Number of usable KV cache blocks. Default: enough for max_num_seqs sequences of max_model_len.
+        buckets: Compiled sizes. Default: the engine's for these limits.
+        chunked_prefill: See SchedulerConfig.
+        discipline: Order of service.
+        segment_policy: How prompts are cut; see segments.make_policy.
+        encoder_cache_tokens: Number of features that fit on the device; 0 for a model that reads text only.
+        max_patches: Maximum number of patches of an image.
+        pack_patches: Maximum number of patches of a call of the vision tower with several images.
+        encoder_slices: Number of equal slices of a call of the vision tower. At most one runs between two steps.
+        host_seconds: Seconds from the start of planning a step to its dispatch.
+        prefix_caching: Whether requests share the blocks of common prefixes.
+        recycling: Which cached block is evicted first; see memory.make_recycling.
+        noise: Standard deviation of the logarithm of a step's seconds, around the cost model's prediction.
     """
 
     max_num_seqs: int = 32
@@ -75,7 +75,7 @@ class ReplicaConfig:
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        """The scheduler's limits. No token ends a sequence: what it says is made up."""
+        """The scheduler's limits. There are no EOS ids, because tokens are made up."""
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -87,7 +87,7 @@ class ReplicaConfig:
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks of the KV cache."""
+        """Number of usable KV cache blocks."""
         if self.num_blocks is not None:
             return self.num_blocks
         return self.max_num_seqs * -(-self.max_model_len // self.block_size)
@@ -97,10 +97,10 @@ class Piece(NamedTuple):
     """Tokens of one segment in one step.
 
     Attributes:
-        request_id, index: whose.
-        segment: its number in the prompt; output has the number behind the last.
-        start: place of the first token in the sequence.
-        count: tokens, or patches in a slice of the tower.
+        request_id, index: The continuation.
+        segment: Number of the segment in the prompt; output has the number after the last.
+        start: Index of the first token in the sequence.
+        count: Number of tokens, or of patches in a slice of the vision tower.
     """
 
     request_id: str
@@ -112,15 +112,15 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What the device did at one time.
+    """A step or a slice that a device ran.
 
     Attributes:
-        replica: whose device.
-        start: virtual seconds.
-        seconds: how long.
-        kind: decode, mixed, or encode for one slice of the tower.
-        size: the bucket.
-        pieces: what it was for.
+        replica: Index of the replica.
+        start: Start in virtual seconds.
+        seconds: Duration.
+        kind: decode, mixed, or encode for a slice of the vision tower.
+        size: The bucket.
+        pieces: The tokens or patches that it computed.
     """
 
     replica: int
@@ -133,32 +133,34 @@ class Step:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Call:
-    """A call of the tower that is under way."""
+    """A call of the vision tower in progress."""
 
     spans: tuple[MediaSpan, ...]
     shape: StepShape
     pieces: tuple[Piece, ...]
     slice_seconds: float
     left: int
-    ready: float  # when the device has done the last slice
+    ready: float  # when the device ends the latest slice
 
 
 class Replica:
-    """Engine._advance without threads: `wake` is called at the time it asked for.
+    """The loop of Engine._advance without threads. The caller calls `wake` at the time that it last returned.
 
-    The loop runs one step ahead: step k + 1 is planned and dispatched, and then a slice of the tower, before the result
-    of step k is waited for. The device does all of it in order.
+    The loop runs one step ahead: it plans and dispatches step k + 1, and then a slice of the vision tower, before it
+    waits for the result of step k. The device runs everything in order.
 
     Args:
-        index: its number in the fleet.
-        cost: how long the device takes; the scheduler asks it too.
-        seed: of the noise.
-        on_step: is told what the device does.
+        index: Index in the fleet.
+        config: Settings.
+        cost: Predicts durations, for the device and for the scheduler.
+        recorder: Records requests and segments.
+        seed: Seed of the noise.
+        on_step: Called with each step of the device.
 
     Attributes:
-        load: prompt tokens of the requests that have not ended.
-        busy_seconds: of the device.
-        idle: it waits for nothing; `add` says when to wake it.
+        load: Number of prompt tokens of the requests that have not ended.
+        busy_seconds: Seconds in which the device was busy.
+        idle: Whether it has nothing to do; after `add`, it must be woken at once.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class Replica:
         if config.encoder_cache_tokens:
             self._features = Features(
                 EncoderCache(config.encoder_cache_tokens),
-                most_patches=config.max_patches,
+                max_patches=config.max_patches,
                 pack_patches=config.pack_patches,
             )
             self._patch_buckets = patch_buckets(config.max_patches)
@@ -191,16 +193,16 @@ class Replica:
             blocks=Blocks(pool, prefix_caching=config.prefix_caching),
         )
         self._random = random.Random(f"{seed} {index}")
-        self._in_flight: collections.deque[tuple[StepPlan, float]] = collections.deque()  # and when it is ready
+        self._in_flight: collections.deque[tuple[StepPlan, float]] = collections.deque()  # (plan, end)
         self._device_free = 0.0
         self._call: _Call | None = None
         self._waits_for: Callable[[float], object] | None = None
 
     def add(self, request: Request) -> None:
-        """Queues a request. An idle replica is to be woken at once.
+        """Queue a request. An idle replica must then be woken at once.
 
         Raises:
-            InvalidRequest: it can never run here.
+            InvalidRequest: The request can never run here.
         """
         for span in request.media:
             if self._features is None or not self._features.cache.fits(span.length):
@@ -217,7 +219,7 @@ class Replica:
         self.load += len(request.prompt_ids)
 
     def wake(self, now: float) -> float | None:
-        """Does what is due; when to wake it next, or None: when somebody comes."""
+        """Do what is due at `now`. Returns when to wake it next, or None if it is idle."""
         if self._waits_for is not None:
             proceed, self._waits_for = self._waits_for, None
             proceed(now)
@@ -250,7 +252,7 @@ class Replica:
         if not self._in_flight:
             if self._call is None and not encoded:
                 if self.scheduler.num_live:
-                    raise RuntimeError(f"replica {self.index} has requests at {now} s and nothing to do for them")
+                    raise RuntimeError(f"replica {self.index} has requests at {now} s, but nothing to do for them")
                 return None
             return issued
         if plan is not None and len(self._in_flight) == 1:
@@ -259,7 +261,7 @@ class Replica:
         return max(issued, self._in_flight[0][1])
 
     def _run(self, issued: float, seconds: float, shape: StepShape, pieces: tuple[Piece, ...]) -> float:
-        """The device does something as soon as it can; when that is done."""
+        """Run something on the device as soon as it is free. Returns when it ends."""
         if self._config.noise:
             seconds *= math.exp(self._config.noise * self._random.gauss(0.0, 1.0))
         start = max(issued, self._device_free)
@@ -282,10 +284,10 @@ class Replica:
                 if not self.scheduler.has(sequence.request.id):
                     self.load -= sequence.num_prompt
 
-    # -- images -----------------------------------------------------------------------------------------------------
+    # -- images -------------------------------------------------------------------------------------------------------
 
     def _begin(self, spans: tuple[MediaSpan, ...], now: float) -> None:
-        """Engine._encode: patches are embedded, which is taken to cost nothing; slices follow."""
+        """Start a call, as Engine._encode does. Embedding the patches is assumed to cost nothing."""
         self._recorder.encoding(spans, now)
         shape = self._shape_of(spans)
         self._call = _Call(
@@ -298,8 +300,8 @@ class Replica:
         )
 
     def _slice(self, now: float) -> bool:
-        """The next slice; whether it was the last. Steps planned from then on find the features, as the device does
-        all in order."""
+        """Run the next slice, and return whether it was the last. Steps planned from then on find the features, because
+        the device runs everything in order."""
         call = self._call
         assert call is not None
         call.ready = self._run(now, call.slice_seconds, call.shape, call.pieces)
@@ -312,7 +314,7 @@ class Replica:
         return True
 
     def _shape_of(self, spans: tuple[MediaSpan, ...]) -> StepShape:
-        """As Encoder.shape_of."""
+        """The shape of a call, as in Encoder.shape_of."""
         patches = [span.num_patches for span in spans]
         total = sum(patches)
         return StepShape(
@@ -325,7 +327,7 @@ class Replica:
         )
 
     def _pieces_of(self, spans: tuple[MediaSpan, ...]) -> Iterator[Piece]:
-        """Each image's, as that of the first sequence that waits for it."""
+        """The piece of each image, attributed to the first sequence that waits for it."""
         wanted = {span.key for span in spans}
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             for span in sequence.request.media[sequence.media_passed : sequence.media_held]:
@@ -336,7 +338,7 @@ class Replica:
 
 
 def _pieces(row: Row) -> Iterator[Piece]:
-    """A row by segments."""
+    """The pieces of a row, by segment."""
     sequence, start, stop = row.sequence, row.start, row.start + row.count
     stops = sequence.request.segment_stops or (sequence.num_prompt,)
     for segment in range(bisect.bisect_right(stops, start), len(stops)):

@@ -1,7 +1,7 @@
-"""A fleet of replicas behind a router, on one virtual clock: a heap of when each wants to be woken, and arrivals.
+"""Simulation of a fleet of replicas behind a router, on one virtual clock.
 
-What is modelled is the engine's loop and the order in which a device does things; what is not: tokenising, the network,
-and how host and device slow each other down. Tokens are made up, and output_tokens says when a request ends.
+It models the engine's loop and the order in which a device runs things. It does not model tokenization, the network, or
+how host and device slow each other down. Tokens are made up; output_tokens decides when a request ends.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ if TYPE_CHECKING:  # transformers is not imported for a type
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """What became of a workload. All times are virtual seconds after the beginning.
+    """The result of a workload. All times are virtual seconds after the start.
 
     Attributes:
-        requests: as they ended.
-        segments: as they ended; none unless asked for.
-        steps: what the devices did, as it was dispatched; none unless asked for.
-        replica_of: by request id.
-        seconds: when the last request ended.
-        busy_seconds: of each replica's device.
+        requests: Records of requests in the order in which they ended.
+        segments: Records of segments in the order in which they ended; empty unless requested.
+        steps: Steps of the devices in order of dispatch; empty unless requested.
+        replica_of: Request id -> index of its replica.
+        seconds: When the last request ended.
+        busy_seconds: Per replica, seconds in which its device was busy.
     """
 
     requests: tuple[RequestRecord, ...]
@@ -46,7 +46,7 @@ class SimulationResult:
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which a device was busy, on average over replicas."""
+        """Share of the time in which a device was busy, averaged over replicas."""
         return sum(self.busy_seconds) / len(self.busy_seconds) / self.seconds if self.seconds else 0.0
 
 
@@ -63,21 +63,22 @@ def simulate(
     segments: bool = True,
     timeline: bool = True,
 ) -> SimulationResult:
-    """Runs a workload to its end. The same arguments give the same result.
+    """Run a workload to its end. The same arguments give the same result.
 
     Args:
-        arrivals: in any order.
-        replica: how each of them is started.
-        cost: how long a device takes (TableCost of a machine, Roofline of a GPU). A scheduler asks it too.
-        router: one of scheduling.router.ROUTERS, or an own one.
-        tokenizer: of the texts; made-up words without one.
-        vision: how images become patches; needed where there are some.
-        seed: of the noise in the steps' seconds, if the replica has any.
-        segments, timeline: whether the result has them; they take memory.
+        arrivals: The workload, in any order.
+        replica: Settings of each replica.
+        cost: Predicts durations, for the devices (TableCost of a machine, Roofline of a GPU) and for the schedulers.
+        replicas: Number of replicas.
+        router: Name in scheduling.router.ROUTERS, or a Router.
+        tokenizer: Tokenizer for the texts. Default: a tokenizer of the made-up words.
+        vision: How images become patches; needed if there are images.
+        seed: Seed of the noise in step durations, if the replica has any.
+        segments, timeline: Whether the result has segments and steps, which take memory.
 
     Raises:
-        InvalidRequest: an arrival that does not fit a replica.
-        ValueError: no replicas, an unknown router or policy.
+        InvalidRequest: An arrival does not fit a replica.
+        ValueError: There are no replicas, or the router or policy is unknown.
     """
     words = WordTokenizer() if tokenizer is None else tokenizer
     policy = make_policy(replica.segment_policy, allow_custom=True)
@@ -103,7 +104,7 @@ def prepare(
     policy: Policy,
     cost: CostModel,
 ) -> Request:
-    """The request of an arrival without pixels, cut, with deadlines: what Engine would take."""
+    """The request of an arrival, without pixels, with segments and deadlines, as the engine would take it."""
     request = build(arrival, tokenizer, vision, patches=False)
     segments = policy(prompt_view(request.prompt_ids, request.media, cast("Tokenizer", tokenizer)))
     if request.slo is not None:
@@ -122,7 +123,7 @@ def simulate_requests(
     segments: bool = True,
     timeline: bool = True,
 ) -> SimulationResult:
-    """`simulate` for requests in order of arrival; no more of them are held at a time than are live."""
+    """Run `simulate` on requests in order of arrival. Only live requests are kept in memory."""
     if replicas < 1:
         raise ValueError(f"a fleet needs at least one replica, got {replicas}")
     chooser = make_router(router) if isinstance(router, str) else router
@@ -135,7 +136,7 @@ def simulate_requests(
     ]
     replica_of: dict[str, int] = {}
     loads = [0] * replicas
-    wakes: list[tuple[float, int]] = []  # at most one a replica, none for an idle one
+    wakes: list[tuple[float, int]] = []  # (time, replica): at most one per replica, none for an idle one
     clock = 0.0
     coming = iter(requests)
     following = next(coming, None)

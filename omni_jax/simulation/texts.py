@@ -1,5 +1,4 @@
-"""Made-up text: sentences, tables and images that look enough like real ones for a segment policy to cut, and a
-tokenizer that needs no files."""
+"""Made-up texts, tables and images, realistic enough for segment policies, and a tokenizer that needs no files."""
 
 import random
 import re
@@ -31,7 +30,7 @@ QUESTION = "\n\nWhat does this show, and what would you do next?"
 
 
 def sentences(rng: random.Random) -> Iterator[str]:
-    """Sentences without end, each with the space or the empty line behind it."""
+    """Endless sentences, each followed by a space or an empty line."""
     number = 0
     while True:
         words = [rng.choice(_SUBJECTS), rng.choice(_VERBS), rng.choice(_OBJECTS)]
@@ -43,7 +42,7 @@ def sentences(rng: random.Random) -> Iterator[str]:
 
 
 def table_rows(rng: random.Random) -> Iterator[str]:
-    """Lines of a Markdown table without end; the first two are its header, with an empty line before them."""
+    """Endless lines of a Markdown table. The first two are its header, after an empty line."""
     columns = rng.sample(_COLUMNS, rng.randint(3, 5))
     yield "\n\n| " + " | ".join(columns) + " |\n"
     yield "|" + "---|" * len(columns) + "\n"
@@ -60,13 +59,14 @@ def image(rows: int, cols: int, seed: int) -> np.ndarray:
 
 
 class WordTokenizer:
-    """A token for each word of the texts above, the space before it included, and one for each other byte: about as
-    many tokens as a trained vocabulary takes, and no files. Has what build() and segments.prompt_view() ask of a
-    tokenizer.
+    """A tokenizer with a token for each word of the texts above, including the space before it, and for each byte.
+
+    It gives about as many tokens as a trained vocabulary, and has the methods that build() and segments.prompt_view()
+    call.
 
     Attributes:
-        special_ids: none.
-        vocab_size: bytes, then words.
+        special_ids: Empty.
+        vocab_size: Number of bytes plus number of words.
     """
 
     special_ids: frozenset[int] = frozenset()
@@ -80,7 +80,7 @@ class WordTokenizer:
         self.vocab_size = len(self._bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; there are no special tokens."""
+        """Token ids of a text. There are no special tokens."""
         ids: list[int] = []
         for piece in re.findall(r" ?[A-Za-z]+|[\s\S]", text):
             if (known := self._ids.get(piece)) is not None:
@@ -90,5 +90,5 @@ class WordTokenizer:
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes; b"" for an id that is not in the vocabulary."""
+        """The bytes of a token; empty for an id outside the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""

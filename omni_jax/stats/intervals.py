@@ -1,8 +1,8 @@
-"""Statistics of an experiment: descriptions, bootstrap intervals, paired differences. Arrays in, numbers out.
+"""Statistics with bootstrap intervals, and paired comparisons, of arrays.
 
-Requests of one run are not independent: whoever arrives while a queue is long waits as long as its neighbours did. So
-the bootstrap draws blocks of consecutive arrivals (the circular block bootstrap of Politis and Romano, 1992), within
-each run by itself. Arms have the same arrivals, and a difference between two draws the same requests from both.
+Requests of one run are not independent: neighbours wait in the same queue. So the bootstrap draws blocks of consecutive
+arrivals (the circular block bootstrap of Politis and Romano, 1992), separately for each run. Arms have the same
+arrivals, and a comparison draws the same requests from both.
 """
 
 import dataclasses
@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from scipy.special import stdtrit  # scipy.stats takes a second to import
 
 CONFIDENCE = 0.95
 
 Statistic = Callable[[np.ndarray], np.ndarray]  # [..., requests] -> [...]
 
-# By the name that summary.csv has. Percentiles are numpy's, linear between ranks; sd divides by n - 1.
+# By name in summary.csv. Percentiles are interpolated between ranks; sd divides by n - 1.
 STATISTICS: Mapping[str, Statistic] = {
     "mean": lambda values: values.mean(axis=-1),
     "p50": lambda values: np.percentile(values, 50, axis=-1),
@@ -27,7 +28,7 @@ STATISTICS: Mapping[str, Statistic] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A number, and the bounds of its 95 % interval."""
+    """A number with the bounds of its 95 % interval."""
 
     value: float
     low: float
@@ -36,11 +37,11 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of an arm with the baseline, over the same requests.
+    """Comparison of an arm with the baseline, over the same requests.
 
     Attributes:
-        difference: the arm's number less the baseline's.
-        ratio: the arm's number over the baseline's.
+        difference: the arm's number minus the baseline's.
+        ratio: the arm's number divided by the baseline's.
     """
 
     difference: Interval
@@ -48,13 +49,14 @@ class Comparison:
 
 
 def resamples(runs: Sequence[int], *, count: int, seed: int) -> np.ndarray:
-    """int64 [count, sum of runs]: which requests each resample has.
+    """Draw resamples of requests, in blocks of about the square root of the run's length.
 
     Args:
-        runs: requests of each run, which follow one another in order of arrival. A block is about the square root of
-            the run.
-        count: resamples.
-        seed: the same seed draws the same.
+        runs: number of requests of each run; requests are in order of arrival, run after run.
+        count: number of resamples.
+
+    Returns:
+        int64 [count, sum of runs], the indices of the requests in each resample.
     """
     draw = np.random.default_rng([seed, *runs])
     columns, first = [], 0
@@ -68,18 +70,18 @@ def resamples(runs: Sequence[int], *, count: int, seed: int) -> np.ndarray:
 
 
 def interval(values: np.ndarray, statistic: Statistic, drawn: np.ndarray) -> Interval:
-    """A statistic of `values` [requests], and its percentile interval over the resamples `drawn` (see resamples)."""
+    """Return a statistic of `values` [requests] with its percentile interval over `drawn`, see resamples."""
     return _interval(float(statistic(values)), statistic(values[drawn]))
 
 
 def compare(arm: np.ndarray, baseline: np.ndarray, statistic: Statistic, drawn: np.ndarray) -> Comparison:
-    """An arm's `values` [requests] beside the baseline's, request by request.
+    """Compare a statistic of an arm's values [requests] with the baseline's, paired by request.
 
     Raises:
-        ValueError: they are not of the same requests.
+        ValueError: the arrays differ in shape.
     """
     if arm.shape != baseline.shape:
-        raise ValueError(f"a paired difference needs the same requests: {arm.shape} against {baseline.shape}")
+        raise ValueError(f"a paired comparison needs the same requests, got {arm.shape} and {baseline.shape} values")
     mine, theirs = statistic(arm[drawn]), statistic(baseline[drawn])
     whole, other = float(statistic(arm)), float(statistic(baseline))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -99,25 +101,18 @@ def _interval(value: float, drawn: np.ndarray) -> Interval:
 
 
 def over_runs(values: Sequence[float], baseline: Sequence[float] | None = None) -> Interval:
-    """Mean of one number a run (throughput, say), or of its ratios to the baseline's in the same run, with Student's
-    interval. Bounds are NaN for a single run."""
+    """Return the mean of one number per run with Student's interval; the bounds are NaN for a single run.
+
+    Args:
+        values: for example the throughput of each run.
+        baseline: numbers of the same runs by which the values are divided.
+    """
     numbers = np.asarray(values, float)
     if baseline is not None:
         numbers = numbers / np.asarray(baseline, float)
     mean = float(numbers.mean())
     if numbers.size < 2:
         return Interval(value=mean, low=math.nan, high=math.nan)
-    half = _student(numbers.size - 1) * float(numbers.std(ddof=1)) / math.sqrt(numbers.size)
+    quantile = float(stdtrit(numbers.size - 1, (1 + CONFIDENCE) / 2))
+    half = quantile * float(numbers.std(ddof=1)) / math.sqrt(numbers.size)
     return Interval(value=mean, low=mean - half, high=mean + half)
-
-
-_STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 1 to 10 degrees of freedom
-
-
-def _student(degrees: int) -> float:
-    """Two-sided 95 % quantile; beyond the table the expansion of Cornish and Fisher about the normal's, right to a
-    thousandth there."""
-    if degrees <= len(_STUDENT_95):
-        return _STUDENT_95[degrees - 1]
-    z = 1.959964
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)

@@ -1,4 +1,4 @@
-"""What records come to: figures for a person or a dashboard, and a table of a request's segments. Pure functions."""
+"""Summaries of request and segment records, as statistics and as a table. Pure functions."""
 
 import bisect
 import collections
@@ -14,12 +14,12 @@ Objective = Literal["ttft", "tpot", "e2e"]
 
 STAGES: tuple[Stage, ...] = ("queue", "encode", "prefill", "decode")
 OBJECTIVES: tuple[Objective, ...] = ("ttft", "tpot", "e2e")
-MOST_PRIORITIES = 16  # told apart in a summary; clients choose them
+MAX_PRIORITIES = 16  # priorities listed separately in a summary, because clients choose them
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Histogram:
-    """Counts of seconds at or below each bound of SECONDS (the last is beyond all of them), and their sum."""
+    """Counts of durations per bucket and their sum. A bucket ends at its bound in SECONDS; the last has no bound."""
 
     def __init__(self):
         self.counts = [0] * (len(SECONDS) + 1)
@@ -30,14 +30,14 @@ class Histogram:
         self.sum += seconds
 
     def merge(self, other: "Histogram") -> None:
-        """Adds what another has counted."""
+        """Add the counts of another histogram."""
         self.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
 
 
 def request_figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Of requests: by class and by priority, the rarest priorities together."""
-    common = collections.Counter(record.priority for record in requests).most_common(MOST_PRIORITIES)
+    """Statistics of requests by class and by priority, with the rarest priorities combined as "other"."""
+    common = collections.Counter(record.priority for record in requests).most_common(MAX_PRIORITIES)
     shown = {priority for priority, _ in common}
     by_class = grouped(requests, lambda record: record.modality)
     by_priority = grouped(requests, lambda record: str(record.priority) if record.priority in shown else "other")
@@ -48,13 +48,13 @@ def request_figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def segment_figures(segments: Sequence[SegmentRecord]) -> dict[str, Any]:
-    """Of segments: by class."""
+    """Statistics of segments by class."""
     by_class = grouped(segments, lambda record: record.modality)
     return {"by_class": {name: _of_segments(group) for name, group in by_class.items()}}
 
 
 def segment_table(request: RequestRecord, segments: Sequence[SegmentRecord]) -> list[str]:
-    """A request's segments for a person: a heading, and a line for each, in order of their places."""
+    """A table of a request's segments: two header lines, then a line per segment in order of their positions."""
     name = f"{request.request_id}[{request.index}]"
     lines = [
         f"segments of {name}: {request.modality}, priority {request.priority}, {request.finish_reason}, "
@@ -74,14 +74,14 @@ def segment_table(request: RequestRecord, segments: Sequence[SegmentRecord]) -> 
 
 
 def stages(record: "SegmentRecord") -> list[tuple[Stage, float]]:
-    """Where a segment's time went."""
+    """The stages of a segment with their durations in seconds."""
     if record.compute == "prefill":
         return [("queue", record.started_at - record.queued_at), ("prefill", record.seconds)]
     return [(record.compute, record.seconds)]
 
 
 def grouped(records: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
-    """Records of one key together, keys ascending."""
+    """Records grouped by key, keys ascending."""
     groups: dict[Any, list[Any]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
@@ -89,7 +89,7 @@ def grouped(records: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list
 
 
 def attained(requests: Iterable[RequestRecord]) -> dict[Objective, dict[str, Any]]:
-    """For each objective that any of the requests had: how many had it, how many met it."""
+    """For each objective that any request had: how many requests had it, how many met it, and their share."""
     found: dict[Objective, dict[str, Any]] = {}
     for name in OBJECTIVES:
         verdicts = [met for request in requests if (met := getattr(request, f"{name}_met")) is not None]
@@ -129,7 +129,7 @@ def _of_segments(segments: Sequence[SegmentRecord]) -> dict[str, Any]:
 
 
 def _figures(seconds: Iterable[float | None]) -> dict[str, float | int]:
-    """Of those that are there: count, and mean, (population) standard deviation and percentiles in milliseconds."""
+    """Count, mean, population standard deviation and percentiles in milliseconds. None values are left out."""
     values = np.array([value for value in seconds if value is not None]) * 1000
     if not values.size:
         return {"count": 0}

@@ -1,9 +1,9 @@
-"""What became of each request and each segment, and what that comes to: times by class and priority, objectives met,
-pauses and preemptions. Pure Python with bounded memory; time comes in with every call.
+"""Records of requests and segments, and their statistics: times by class and priority, objectives met, pauses and
+preemptions. Pure Python with bounded memory; the caller passes the time.
 
-The engine and the simulation call the same `Recorder`: after each plan `event` for each of the scheduler's events and
-`planned`; `committed` after each commit; `finished` for each sequence, however it ended; `encoding` and `encoded`
-around each call of the vision tower. Whoever holds one calls it `recorder`.
+The engine and the simulation call the same `Recorder`: after each plan, `event` for each event of the scheduler and
+`planned`; after each commit, `committed`; for each sequence that ends, `finished`; around each call of the vision
+tower, `encoding` and `encoded`.
 """
 
 import bisect
@@ -19,8 +19,8 @@ from omni_jax.requests import MediaSpan, Request
 from omni_jax.requests import Sequence as Continuation
 from omni_jax.requests.segment import Modality, Segment
 from omni_jax.requests.slo import SLO
+from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.plan import Row, StepPlan
-from omni_jax.scheduling.scheduler import Event
 from omni_jax.segments import decode_deadline
 from omni_jax.telemetry.figures import (
     Histogram,
@@ -37,13 +37,13 @@ from omni_jax.telemetry.records import Record, RequestRecord, SegmentRecord
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 2048  # requests, and segments, that figures are made of
-_MOST_IMAGES = 8192  # whose time in the tower is remembered
+WINDOW = 2048  # latest requests, and latest segments, that statistics cover
+_MAX_IMAGES = 8192  # images whose time in the vision tower is kept
 
 
 def request_class(request: Request) -> Modality:
-    """What a request is counted as: video, image or table, the first of these that is in it; else text. Tables are
-    known where the segment policy tells them apart."""
+    """The class of a request: video, image or table, the first of these that it contains, else text. Only some segment
+    policies detect tables."""
     found = {span.modality for span in request.media} | {segment.modality for segment in request.segments}
     rarest: tuple[Modality, ...] = ("video", "image", "table")
     for kind in rarest:
@@ -53,9 +53,9 @@ def request_class(request: Request) -> Modality:
 
 
 def log_event(event: Event) -> None:
-    """One line for each pause and preemption; getting the turn back is worth a DEBUG line."""
+    """Log pauses and preemptions at INFO, resumes at DEBUG."""
     sequence = event.sequence
-    name = f"{sequence.request.id}[{sequence.index}]"
+    name = sequence.name
     if event.kind == "preempt":
         how = "swapped out" if event.swapped else "lost"
         logger.info("preempted %s: %s (%d blocks %s)", name, event.reason, event.blocks, how)
@@ -67,7 +67,7 @@ def log_event(event: Event) -> None:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Open:
-    """A segment that steps have tokens of."""
+    """A segment that is partly computed."""
 
     queued_at: float
     started_at: float
@@ -75,30 +75,32 @@ class _Open:
 
 
 class _Progress:
-    """How far a live continuation's prompt has got."""
+    """The progress of a live continuation's prompt."""
 
     def __init__(self, request: Request):
         whole = Segment(start=0, stop=len(request.prompt_ids), modality=request_class(request), label="request")
         self.segments = request.segments or (whole,)
         self.stops = [segment.stop for segment in self.segments]
-        self.queued_at = request.arrival  # of the segment that comes next
+        self.queued_at = request.arrival  # of the next segment
         self.open: dict[int, _Open] = {}
-        self.next = 0  # the first that no step has had tokens of
-        self.records: list[SegmentRecord] = []  # of those that have ended, where a table is wanted
+        self.next = 0  # number of the first segment that no step has computed tokens of
+        self.records: list[SegmentRecord] = []  # of ended segments, if a table is logged
 
 
 class Recorder:
-    """Writes down what happens. One thread calls it; `summary`, `attainment` and `histograms` any thread.
+    """Records requests, segments and events.
+
+    Call it from one thread; `summary`, `attainment` and `histograms` may be called from any.
 
     Args:
-        segments: also records of segments; without them a step costs nothing.
-        sink: is handed every record, in the caller's thread.
-        log_segments: a table of its segments goes to the log when a request ends; `segments` is then implied.
+        segments: Whether segments are recorded; otherwise a step costs nothing.
+        sink: Called with each record, in the caller's thread.
+        log_segments: Whether a table of its segments is logged when a request ends; implies `segments`.
 
     Attributes:
-        pauses, resumes: counters.
-        preemptions: counter by cause.
-        blocks_taken: counter, blocks that preemptions cost.
+        pauses, resumes: Number of pauses and of resumes (counters).
+        preemptions: Number of preemptions by cause (counters).
+        blocks_taken: Number of blocks lost to preemptions (a counter).
     """
 
     def __init__(
@@ -117,10 +119,10 @@ class Recorder:
         self._num_requests = self._num_segments = 0
         self._histograms: dict[tuple[Modality, Stage], Histogram] = {}
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan, now: float) -> None:
-        """A step has been planned."""
+        """Record that a step was planned."""
         if not self._segments:
             return
         for row in plan.rows:
@@ -128,7 +130,7 @@ class Recorder:
                 self._begin(row, now)
 
     def committed(self, plan: StepPlan, now: float) -> None:
-        """Its result has been read."""
+        """Record that the result of a step was read."""
         if not self._segments:
             return
         for row in plan.rows:
@@ -136,21 +138,21 @@ class Recorder:
                 self._end(row.sequence, progress, row.start + row.count, now)
 
     def encoding(self, spans: Iterable[MediaSpan], now: float) -> None:
-        """The vision tower has begun with them; it has one batch at a time."""
+        """Record that the vision tower started on a batch. It processes one at a time."""
         self._in_tower = {span.key: now for span in spans}
 
     def encoded(self, spans: Iterable[MediaSpan], now: float) -> None:
-        """Their features are there."""
+        """Record that the features of a batch are ready."""
         for span in spans:
             began = self._in_tower.pop(span.key, None)
             if began is not None:
                 self._images[span.key] = (began, now)
                 self._images.move_to_end(span.key)
-        while len(self._images) > _MOST_IMAGES:
+        while len(self._images) > _MAX_IMAGES:
             self._images.popitem(last=False)
 
     def event(self, event: Event, now: float) -> None:
-        """The scheduler paused, resumed or preempted somebody."""
+        """Record a pause, resume or preemption."""
         disturbed = [0, 0]
         if event.sequence.finish_reason is None:
             disturbed = self._disturbed.setdefault(event.sequence, disturbed)
@@ -165,14 +167,14 @@ class Recorder:
             disturbed[1] += 1
 
     def finished(self, sequence: Continuation, now: float) -> None:
-        """A continuation has ended (`committed` of its last step may follow); it is forgotten but for its records."""
+        """Record that a continuation ended, and forget its state. `committed` of its last step may follow."""
         pauses, preemptions = self._disturbed.pop(sequence, (0, 0))
         record = _request_record(sequence, now, self._in_the_tower(sequence.request), pauses, preemptions)
         if self._segments:
             progress = self._live.pop(sequence, None) or _Progress(sequence.request)
-            if record.completed:  # then its prompt has been computed, whoever was told of what first
+            if record.completed:  # its whole prompt was computed, although `committed` may not have been called yet
                 self._end(sequence, progress, sequence.num_prompt, now)
-            self._endstages(sequence, progress, now)
+            self._end_stages(sequence, progress, now)
             if self._log_segments:
                 for line in segment_table(record, progress.records):
                     logger.info("%s", line)
@@ -215,21 +217,21 @@ class Recorder:
                 ),
             )
 
-    def _endstages(self, sequence: Continuation, progress: _Progress, now: float) -> None:
-        """The images of a request that were encoded for it, and the output of a continuation."""
+    def _end_stages(self, sequence: Continuation, progress: _Progress, now: float) -> None:
+        """Record the images that were encoded for a request, and the output of a continuation."""
         request = sequence.request
         for span in request.media if sequence.index == 0 else ():
             began, ended = self._images.get(span.key, (-math.inf, -math.inf))
             if began < request.arrival:
                 continue
             number = bisect.bisect_right(progress.stops, span.start)
-            place = dataclasses.replace(
+            part = dataclasses.replace(
                 progress.segments[number], start=span.start, stop=span.stop, compute="encode", modality=span.modality
             )
             self._add(
                 progress,
                 _segment_record(
-                    sequence, number, place, queued_at=request.arrival, started_at=began, ended_at=ended, steps=1
+                    sequence, number, part, queued_at=request.arrival, started_at=began, ended_at=ended, steps=1
                 ),
             )
         if (first := sequence.first_token_at) is None:
@@ -262,7 +264,7 @@ class Recorder:
             self._sink(record)
 
     def _in_the_tower(self, request: Request) -> list[tuple[float, float]]:
-        """When images of a request were there since it came; in order, and none overlap."""
+        """The intervals after a request's arrival in which the tower encoded its images, in order, without overlap."""
         times = sorted(
             (max(began, request.arrival), ended)
             for began, ended in (self._images.get(key, (0.0, -math.inf)) for key in {s.key for s in request.media})
@@ -278,7 +280,7 @@ class Recorder:
 
     @classmethod
     def merged(cls, parts: "Iterable[Recorder]") -> "Recorder":
-        """What several have written down, put together: a copy, to be read."""
+        """A new recorder with the combined records and counts of several, for reading."""
         whole, requests, ended = cls(), [], []
         for part in parts:
             with part._lock:
@@ -297,10 +299,10 @@ class Recorder:
         whole._ended.extend(sorted(ended, key=lambda record: record.ended_at))
         return whole
 
-    # -- what it comes to ---------------------------------------------------------------------------------------------
+    # -- statistics ---------------------------------------------------------------------------------------------------
 
     def attainment(self) -> dict[Modality, dict[Objective, float]]:
-        """Share of the latest requests that met an objective, of those that had it, by class."""
+        """Share of the latest requests that met each objective, among those that had it, by class."""
         with self._lock:
             requests = list(self._requests)
         return {
@@ -309,13 +311,13 @@ class Recorder:
         }
 
     def histograms(self) -> dict[tuple[Modality, Stage], tuple[tuple[int, ...], float]]:
-        """Seconds of all segments so far: (class, stage) -> (a count for each bound of SECONDS and for beyond, sum)."""
+        """Durations of all segments so far: (class, stage) -> (count per bucket of SECONDS, sum)."""
         with self._lock:
             return {key: (tuple(found.counts), found.sum) for key, found in sorted(self._histograms.items())}
 
     def summary(self) -> dict[str, Any]:
-        """Figures of the latest WINDOW requests and segments, and counts of all: plain JSON. Times are milliseconds,
-        of requests that came to their own end; `std` is the jitter."""
+        """Statistics of the latest WINDOW requests and segments, and counts of all, as plain JSON. Times are in
+        milliseconds, of completed requests only; `std` is the jitter."""
         with self._lock:
             requests, segments = list(self._requests), list(self._ended)
             num_requests, num_segments = self._num_requests, self._num_segments
@@ -369,10 +371,10 @@ def _request_record(
     prefilled = now if first is None else first
     in_queue, in_prefill = _overlap(tower, arrival, left_queue), _overlap(tower, left_queue, prefilled)
     slo = request.slo or SLO()
-    gone = reason == "abort"
+    aborted = reason == "abort"
     outputs = sequence.num_output
     tpot = (now - first) / (outputs - 1) if first is not None and outputs > 1 else None
-    ended_well = reason in ("stop", "length")
+    completed = reason in ("stop", "length")
     return RequestRecord(
         request_id=request.id,
         index=sequence.index,
@@ -392,21 +394,21 @@ def _request_record(
         prefill_seconds=None if scheduled is None else prefilled - left_queue - in_prefill,
         decode_seconds=None if first is None else now - first,
         ttft_met=_met(
-            slo.ttft_ms, prefilled - arrival if ended_well or first is not None else None, now - arrival, gone
+            slo.ttft_ms, prefilled - arrival if completed or first is not None else None, now - arrival, aborted
         ),
-        tpot_met=None if tpot is None and ended_well else _met(slo.tpot_ms, tpot, 0.0, gone),
-        e2e_met=_met(slo.e2e_ms, now - arrival if ended_well else None, now - arrival, gone),
+        tpot_met=None if tpot is None and completed else _met(slo.tpot_ms, tpot, 0.0, aborted),
+        e2e_met=_met(slo.e2e_ms, now - arrival if completed else None, now - arrival, aborted),
     )
 
 
-def _met(objective_ms: float | None, seconds: float | None, so_far: float, gone: bool) -> bool | None:
-    """Whether an objective was met. `seconds` is None for what never came: then it was missed, unless the client had
-    `gone` while there was still time."""
+def _met(objective_ms: float | None, seconds: float | None, so_far: float, aborted: bool) -> bool | None:
+    """Whether an objective was met; None if there was none. If `seconds` is None, the result never came: the objective
+    was missed, unless the client aborted while there was time."""
     if objective_ms is None:
         return None
     if seconds is not None:
         return seconds * 1000 <= objective_ms
-    return None if gone and so_far * 1000 <= objective_ms else False
+    return None if aborted and so_far * 1000 <= objective_ms else False
 
 
 def _overlap(times: list[tuple[float, float]], start: float, stop: float) -> float:

@@ -1,4 +1,4 @@
-"""What became of one segment and of one request: plain frozen data, written by the recorder."""
+"""Records of segments and requests, written by the recorder. Plain frozen data."""
 
 import dataclasses
 import math
@@ -9,22 +9,21 @@ from omni_jax.requests.segment import Compute, Modality
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentRecord:
-    """One segment that has been computed: of a prompt; an image in the vision tower (encode); or a continuation's
-    whole output (decode). Times are seconds on the engine's clock.
+    """A computed segment: of a prompt (prefill), an image in the vision tower (encode), or a whole output (decode).
+    Times are seconds on the engine's clock.
 
     Attributes:
-        request_id: whose.
-        index: of which continuation.
-        number: place among the prompt's segments, from 0; an image has that of the segment it begins in, an output
-            the one behind the last.
-        modality, label, compute, priority, deadline, start, stop: the segment's own. An output is due when its last
+        request_id: Id of the request.
+        index: Index of the continuation.
+        number: Index among the prompt's segments. An image has that of the segment that it starts in, an output the
+            number after the last.
+        modality, label, compute, priority, deadline, start, stop: As in the segment. An output is due when its last
             token is.
-        queued_at: when all tokens before it had been given to steps; for the first, when the request arrived. Until
-            it starts it is in the queue, also while an image of it is in the tower.
-        started_at: when the first step with tokens of it was planned.
-        ended_at: when the step with its last token was read. What is computed again after a preemption changes nothing
-            in a segment that had ended.
-        steps: how many had tokens of it.
+        queued_at: When all tokens before it were planned; for the first segment, the request's arrival. Until it
+            starts it counts as queued, even while its image is being encoded.
+        started_at: When the first step with tokens of it was planned.
+        ended_at: When the step with its last token was read. Recomputation after that changes nothing.
+        steps: Number of steps with tokens of it.
     """
 
     request_id: str
@@ -48,33 +47,33 @@ class SegmentRecord:
 
     @property
     def deadline_met(self) -> bool | None:
-        """None where nothing was due."""
+        """Whether it ended by its deadline; None without a deadline."""
         return None if self.deadline == math.inf else self.ended_at <= self.deadline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRecord:
-    """One continuation that has ended. Times are seconds on the engine's clock; None where it did not come to that.
+    """A continuation that ended. Times are seconds on the engine's clock, None if the event did not happen.
 
-    The stages follow each other and add up to the whole time: while one of its images is in the vision tower before
-    its first token, a request is in the stage encode, and neither in queue nor in prefill.
+    The stages add up to the whole time. Time before the first token in which an image is in the vision tower belongs to
+    the stage encode, not to queue or prefill.
 
     Attributes:
-        request_id: whose.
-        index: of which continuation.
-        modality: its class (`request_class`).
-        priority: the request's; smaller is more urgent.
-        arrival: when it came.
-        scheduled_at: when it first left the queue.
-        first_token_at: when its first token was read.
-        ended_at: when it ended.
-        prompt_tokens, output_tokens: how many.
+        request_id: Id of the request.
+        index: Index of the continuation.
+        modality: Class of the request (`request_class`).
+        priority: Priority of the request; smaller is more urgent.
+        arrival: When it arrived.
+        scheduled_at: When it first left the queue.
+        first_token_at: When its first token was read.
+        ended_at: When it ended.
+        prompt_tokens, output_tokens: Number of tokens.
         finish_reason: stop, length, abort or error.
-        pauses: times it lost its turn.
-        preemptions: times it lost its slot or blocks.
-        queue_seconds, encode_seconds, prefill_seconds, decode_seconds: see above.
-        ttft_met, tpot_met, e2e_met: whether the objective was met; None where there was none, where the client left
-            before it was missed, and for tpot where an output had fewer than two tokens.
+        pauses: Number of pauses.
+        preemptions: Number of preemptions.
+        queue_seconds, encode_seconds, prefill_seconds, decode_seconds: Durations of the stages.
+        ttft_met, tpot_met, e2e_met: Whether the objective was met. None if there was none, if the client disconnected
+            before it was missed, and for tpot if the output has fewer than two tokens.
     """
 
     request_id: str
@@ -100,19 +99,19 @@ class RequestRecord:
 
     @property
     def completed(self) -> bool:
-        """Whether it came to its own end; times of others are in no figure."""
+        """Whether it ended by stop or length. Statistics of times leave the others out."""
         return self.finish_reason not in ("abort", "error")
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token, or to the end of a prompt that was only scored."""
+        """Seconds to the first token, or to the end of a request that only scores its prompt."""
         if self.first_token_at is not None:
             return self.first_token_at - self.arrival
         return self.e2e if self.completed else None
 
     @property
     def tpot(self) -> float | None:
-        """Seconds from one token to the next, on average; None with fewer than two."""
+        """Mean seconds per output token after the first; None with fewer than two."""
         if self.first_token_at is None or self.output_tokens < 2:
             return None
         return (self.ended_at - self.first_token_at) / (self.output_tokens - 1)

@@ -1,79 +1,104 @@
-"""The command `omni-jax convert`."""
+"""`omni-jax convert` and `omni-jax check`."""
 
+import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import typer
+from cyclopts import Parameter
 
-from serving.cli.mesh_option import parse_mesh
-from serving.cli.support import expected_faults, fail
+from serving.cli.options import AsJson, Switch
+from serving.cli.support import FAILURE, expected_errors, fail, usage_error
 
-
-def add_convert(app: typer.Typer) -> None:
-    """Adds the command to the application."""
-    app.command(
-        epilog="Example: omni-jax convert SmolLM2-135M-Instruct.Q8_0.gguf ~/models/SmolLM2-135M-Instruct; "
-        "omni-jax convert ~/models/Qwen2-VL-72B ~/models/Qwen2-VL-72B-orbax --orbax --mesh model=8"
-    )(convert)
+CONVERT_EXAMPLE = (
+    "omni-jax convert SmolLM2-135M-Instruct.Q8_0.gguf ~/models/SmolLM2-135M-Instruct\n"
+    "omni-jax convert ~/models/Qwen2-VL-72B ~/models/Qwen2-VL-72B-orbax --orbax --mesh model=8"
+)
+CHECK_EXAMPLE = "omni-jax check ~/models/SmolLM2-135M-Instruct"
 
 
 def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A Llama, Qwen2 or Qwen3 model in GGUF; or a model directory.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="The model directory to write.")],
-    orbax: Annotated[
-        bool, typer.Option("--orbax", help="Keep the weights in Orbax, in pieces that the devices of a mesh read.")
-    ] = False,
-    safetensors: Annotated[
-        bool, typer.Option("--safetensors", help="The way back: keep the weights in safetensors.")
-    ] = False,
-    mesh: Annotated[
-        str | None,
-        typer.Option(metavar="data=N,model=M", help="With --orbax: cut for this mesh. Any mesh can read it."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Of weights from GGUF: float32 (default) is exact, bfloat16 takes half the room."),
-    ] = None,
-) -> None:
-    """Turn a GGUF file into a model directory, or keep a directory's weights in Orbax or in safetensors."""
+    source: Path,
+    out_dir: Path,
+    /,
+    *,
+    orbax: Annotated[bool, Switch] = False,
+    safetensors: Annotated[bool, Switch] = False,
+    mesh: Annotated[str | None, Parameter(name="--mesh")] = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+) -> int:
+    """Turn a GGUF file into a model directory, or a directory's weights into Orbax or back into safetensors.
+
+    Args:
+        source: Llama, Qwen2 or Qwen3 model in GGUF, or a model directory.
+        out_dir: Model directory to write.
+        orbax: Store the weights in Orbax, in pieces that the devices of a mesh read.
+        safetensors: Store the weights in safetensors, the way back from Orbax.
+        mesh: Mesh to cut the pieces for, such as data=2,model=4; needs --orbax. Any other mesh can read them too.
+        dtype: Type of the weights from GGUF: float32 is exact, bfloat16 takes half the space. Default: float32.
+    """
+    from omni_jax.engine.config import parse_mesh
     from omni_jax.progress import progress_bar
 
     if orbax and safetensors:
-        raise typer.BadParameter("give --orbax or --safetensors, not both")
+        usage_error("give --orbax or --safetensors, not both")
     if mesh is not None and not orbax:
-        raise typer.BadParameter("goes with --orbax", param_hint="--mesh")
+        usage_error("--mesh needs --orbax")
     if dtype is not None and (orbax or safetensors):
-        raise typer.BadParameter("is for GGUF: --orbax and --safetensors keep every tensor's own", param_hint="--dtype")
+        usage_error("--dtype is for GGUF: --orbax and --safetensors keep the type of every tensor")
+    if source.is_dir() and not (orbax or safetensors):
+        usage_error(f"{source} is a directory: give --orbax or --safetensors, or a GGUF file")
+    try:
+        model_devices = 1 if mesh is None else parse_mesh(mesh)[1]
+    except ValueError as error:
+        usage_error(str(error))
     try:
         with progress_bar(f"converting {source.name}") as progress:
             if orbax:
                 from checkpoints.orbax_convert import to_orbax
 
-                to_orbax(source, out, devices=_devices(mesh), progress=progress)
+                _virtual_devices(model_devices)
+                to_orbax(source, out_dir, devices=model_devices, progress=progress)
             elif safetensors:
                 from checkpoints.orbax_convert import to_safetensors
 
-                to_safetensors(source, out, progress=progress)
+                to_safetensors(source, out_dir, progress=progress)
             else:
                 from checkpoints.gguf_convert import convert_gguf
 
-                if source.is_dir():
-                    raise ValueError(f"{source} is a directory: say --orbax or --safetensors, or give a GGUF file")
-                convert_gguf(source, out, dtype=dtype or "float32", progress=progress)
-    except expected_faults() as error:
+                convert_gguf(source, out_dir, dtype=dtype or "float32", progress=progress)
+    except expected_errors() as error:
         fail(str(error))
-    typer.echo(f"wrote {out}")
+    print(f"wrote {out_dir}")
+    return 0
 
 
-def _devices(mesh: str | None) -> int:
-    """Of the mesh's model axis; the CPU then poses as so many devices, on which Orbax cuts what they share out. Data
-    rows read the same."""
-    _, devices = (1, 1) if mesh is None else parse_mesh(mesh)
-    if devices > 1:
+def _virtual_devices(count: int) -> None:
+    """Makes the CPU pose as the devices of the mesh's model axis, for which Orbax cuts the arrays. Replicas read the
+    same pieces."""
+    if count > 1:
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
-    return devices
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def check(model: Path, /, *, as_json: AsJson = False) -> int:
+    """Check whether a model directory is complete: files, sizes, headers, configuration, tokenizer.
+
+    Args:
+        model: Model directory to check.
+        as_json: Print one JSON object instead of text.
+    """
+    from checkpoints.reader import CheckpointError
+    from checkpoints.reader import check as check_directory
+
+    try:
+        report, ok = check_directory(model), True
+    except CheckpointError as error:
+        report, ok = str(error), False
+    if as_json:
+        print(json.dumps({"directory": str(model), "ok": ok, "report": report}, ensure_ascii=False))
+    else:
+        print(report, file=sys.stdout if ok else sys.stderr)
+    return 0 if ok else FAILURE

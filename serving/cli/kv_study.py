@@ -1,80 +1,66 @@
-"""The command `omni-jax kv-study`."""
+"""`omni-jax kv-study`."""
 
 import json
 import logging
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from cyclopts import Group, Parameter
+from cyclopts.types import ExistingFile, PositiveInt
 
-from serving.cli.options import (
-    AsJson,
-    AttentionBackendType,
-    BlockSize,
-    CompilationCacheDir,
-    Dtype,
-    GpuMemoryUtilization,
-    KvCacheMemoryBytes,
-    LogLevel,
-    ModelDir,
+from omni_jax.engine.config import EngineConfig
+from serving.cli.options import AsJson, LogLevel, Switch, select
+from serving.cli.support import engine_config, expected_errors, fail, log_to_stderr, usage_error
+
+EXAMPLE = "omni-jax kv-study ~/models/SmolLM2-135M-Instruct -i text.jsonl -o results/ --plan adaptive fixed-0.4 int8"
+
+_Engine = select(
+    EngineConfig,
+    *("max_num_seqs", "block_size", "dtype", "attention_backend", "kv_cache_memory_bytes", "gpu_memory_utilization"),
+    "compilation_cache_dir",
 )
-from serving.cli.support import engine_config, expected_faults, fail, find_own_code, log_to_stderr
-
-PLANS = "off, adaptive, adaptive-CAP, fixed-RATIO or package.module:controller, each also with +int8 behind it; int8"
-
-
-def add_kv_study(app: typer.Typer) -> None:
-    """Adds the command to the application."""
-    app.command(
-        name="kv-study",
-        epilog="Example: omni-jax kv-study ~/models/SmolLM2-135M-Instruct -i text.jsonl -o results/ "
-        "--plan adaptive --plan fixed-0.4 --plan int8",
-    )(kv_study)
 
 
 def kv_study(
-    model_dir: ModelDir,
-    text: Annotated[
-        Path,
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="TEXT",
-            exists=True,
-            dir_okay=False,
-            help='A .jsonl with a "text" in each line, or a text file.',
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Of the results; made if it is not there.")],
-    plan: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PLAN",
-            help=f"Run this one beside off; repeat it for more: {PLANS}. Default: adaptive, three fixed ratios, int8, "
-            "adaptive+int8.",
-        ),
-    ] = None,
-    windows: Annotated[int, typer.Option(min=2, help="Stretches of the text; intervals need 50 or more.")] = 50,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a window that are its prompt.")] = 512,
-    decode_steps: Annotated[int, typer.Option(min=1, help="Steps of a window that are measured.")] = 256,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Windows at once, at most.")] = None,
-    block_size: BlockSize = None,
-    dtype: Dtype = None,
-    attention_backend: AttentionBackendType = None,
-    kv_cache_memory_bytes: KvCacheMemoryBytes = None,
-    gpu_memory_utilization: GpuMemoryUtilization = None,
-    compilation_cache_dir: CompilationCacheDir = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the study that DIR has.")] = False,
+    model: Path,
+    /,
+    *,
+    text: Annotated[ExistingFile, Parameter(name=("--input", "-i"))],
+    out: Annotated[Path, Parameter(name=("--out", "-o"))],
+    plan: Sequence[str] = (),
+    windows: PositiveInt = 50,
+    prompt_tokens: PositiveInt = 512,
+    decode_steps: PositiveInt = 256,
+    overwrite: Annotated[bool, Switch] = False,
     as_json: AsJson = False,
     log_level: LogLevel = "warning",
-) -> None:
+    engine: Annotated[_Engine | None, Parameter(name="*", group=Group("Engine", sort_key=0))] = None,  # type: ignore
+) -> int:
     """Measure what compressing or quantising the KV cache costs in likelihood, and saves in memory.
 
-    The same windows of your text go through the engine under each plan. DIR/report.md has the table and the plot.
+    The same windows of a text go through the engine under each plan. OUT/report.md has the table and the plot.
+
+    Args:
+        model: Model directory in Hugging Face layout.
+        text: Text file, or a .jsonl file with the key "text" in each line.
+        out: Directory of the results.
+        plan: Plans to compare with off: adaptive, adaptive-CAP, fixed-RATIO, package.module:controller, int8, or one of
+            the others with +int8 behind it. Default: adaptive, three fixed ratios, int8, adaptive+int8.
+        windows: Number of windows cut from the text. Intervals need 50 or more.
+        prompt_tokens: Number of tokens of a window that are its prompt.
+        decode_steps: Number of tokens of a window that are measured.
+        overwrite: Replace the study that OUT holds.
+        as_json: Print one JSON object instead of text.
+        log_level: Least severe messages that are logged.
     """
     log_to_stderr(log_level)
+    if windows < 2:
+        usage_error(f"--windows must be at least 2, got {windows}")
     if (out / "study.json").exists() and not overwrite:
-        raise typer.BadParameter(f"{out} has a study; choose another directory, or --overwrite", param_hint="--out")
+        usage_error(f"{out} has a study: choose another directory for --out, or give --overwrite")
+    config = engine_config(model.expanduser(), engine, max_model_len=prompt_tokens + decode_steps + 1)
     from omni_jax.engine.engine import Engine
     from omni_jax.inputs import Tokenizer
     from omni_jax.lab.kv_study import BASELINE, DEFAULT_PLANS, Measured, cut_windows, parse_plan, read_texts, study
@@ -85,11 +71,9 @@ def kv_study(
     try:
         plans = [parse_plan(name) for name in names]
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--plan") from None
-    for name in names:
-        find_own_code(name)
+        usage_error(f"--plan: {error}")
     facts = {
-        "model": model_dir.resolve().name,
+        "model": model.resolve().name,
         "text": text.name,
         "prompt_tokens": prompt_tokens,
         "decode_steps": decode_steps,
@@ -98,39 +82,29 @@ def kv_study(
 
     def measured(results: list[Measured]) -> None:
         write_results(out, results, facts)
-        typer.echo(sentence(summarise(results)[-1]), err=True)
+        print(sentence(summarise(results)[-1]), file=sys.stderr)
 
+    options: dict[str, Any] = {} if engine is None else engine.values()
+    options = {name: value for name, value in options.items() if value is not None}
+    options |= {"model_dir": config.model_dir, "max_model_len": config.max_model_len}
     try:
-        options = {
-            "model_dir": model_dir,
-            "max_model_len": prompt_tokens + decode_steps + 1,
-            "max_num_seqs": max_num_seqs,
-            "block_size": block_size,
-            "dtype": dtype,
-            "attention_backend": attention_backend,
-            "kv_cache_memory_bytes": kv_cache_memory_bytes,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "compilation_cache_dir": compilation_cache_dir,
-        }
-        engine_config(**options)  # what is wrong with them is wrong with every plan
-        tokenizer = Tokenizer.from_directory(model_dir)
+        tokenizer = Tokenizer.from_directory(Path(config.model_dir))
         cut = cut_windows(read_texts(text), tokenizer, windows=windows, prompt_tokens=prompt_tokens, steps=decode_steps)
         out.mkdir(parents=True, exist_ok=True)
         with stage_bars() as progress:
             results = study(
                 plans,
                 cut,
-                {name: value for name, value in options.items() if value is not None},
+                options,
                 make=lambda config: Engine(config, progress),
                 measured=measured,
                 done=lambda name, done, of: progress(name, done, of, "windows") if progress else None,
             )
-    except expected_faults() as error:
+    except expected_errors() as error:
         logging.getLogger(__name__).debug("kv-study failed", exc_info=True)
         fail(str(error))
     report = out / "report.md"
     lines = summarise(results)
-    if as_json:
-        typer.echo(json.dumps({"report": str(report), "plans": {line.plan: line.saved for line in lines}}))
-    else:
-        typer.echo(f"wrote {report}")
+    summary = {"report": str(report), "plans": {line.plan: line.saved for line in lines}}
+    print(json.dumps(summary) if as_json else f"wrote {report}")
+    return 0

@@ -1,99 +1,78 @@
-"""The command `omni-jax plan`."""
+"""`omni-jax plan`."""
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import typer
+from cyclopts import Group, Parameter
+from cyclopts.types import PositiveFloat, PositiveInt
 
-from serving.cli.mesh_option import mesh_options
-from serving.cli.options import AsJson, BlockSize, Dtype, GpuMemoryUtilization, KvCacheType, MaxModelLen, MaxPixels
+from omni_jax.engine.config import EngineConfig, parse_mesh
+from serving.cli.options import AsJson, select
+from serving.cli.support import usage_error
 
 DOES_NOT_FIT = 3
+EXAMPLE = "omni-jax plan Qwen2-VL-72B --gpu h100 --num 4 --max-model-len 16384"
 
-
-def add_plan(app: typer.Typer) -> None:
-    """Adds the command to the application."""
-    app.command(epilog="Example: omni-jax plan Qwen2-VL-72B --gpu h100 --num 4 --max-model-len 16384")(plan)
+_Engine = select(
+    EngineConfig,
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "dtype", "kv_cache_dtype"),
+    *("gpu_memory_utilization", "max_pixels", "encoder_cache_tokens"),
+)
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A directory with a config.json, such a file, or a known model's name."),
-    ],
-    gpu: Annotated[str, typer.Option(help="a100-40gb, a100, h100 or h200.")],
-    num: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
-    mesh: Annotated[
-        str | None,
-        typer.Option(metavar="AXES", help="data=2,model=4. Default: the smallest model axis that fits, and replicas."),
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option("--tensor-parallel-size", "-tp", min=1, help="GPUs that share the model.")
-    ] = None,
-    data_parallel_size: Annotated[
-        int | None, typer.Option("--data-parallel-size", "-dp", min=1, help="Rows of such GPUs.")
-    ] = None,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step, at most.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a step, at most.")] = None,
-    block_size: BlockSize = None,
-    dtype: Dtype = None,
-    kv_cache_dtype: KvCacheType = None,
-    gpu_memory_utilization: GpuMemoryUtilization = None,
-    max_pixels: MaxPixels = None,
-    encoder_cache_tokens: Annotated[int | None, typer.Option(min=1, help="Features of images kept: 8192.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a typical request, for tokens a second.")] = 1024,
-    output_tokens: Annotated[int, typer.Option(min=1, help="The same.")] = 256,
-    link_gb_per_second: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Of the link between GPUs, in one direction, where that is not NVLink."),
-    ] = None,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            help="Compile the largest programs for the GPU, where the CUDA plugin of JAX is installed, to see what "
-            "memory they take; takes a minute or two. Without, it is estimated."
-        ),
-    ] = True,
-    experiment: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Also write experiment.yaml there, which `omni-jax ablate` simulates."),
-    ] = None,
+    model: str,
+    /,
+    *,
+    gpu: Literal["a100-40gb", "a100", "h100", "h200"],
+    num: PositiveInt = 1,
+    mesh: str | None = None,
+    tensor_parallel_size: PositiveInt | None = None,
+    data_parallel_size: PositiveInt | None = None,
+    prompt_tokens: PositiveInt = 1024,
+    output_tokens: PositiveInt = 256,
+    link_gb_per_second: PositiveFloat | None = None,
+    compile: bool = True,
+    experiment: Path | None = None,
     as_json: AsJson = False,
-) -> None:
-    """Say whether a model fits on GPUs, how to split it, and how fast it would be. Needs no GPU and no weights.
+    engine: Annotated[_Engine | None, Parameter(name="*", group=Group("Engine", sort_key=0))] = None,  # type: ignore
+) -> int:
+    """Show whether a model fits on GPUs, how to split it, and how fast it would be. Needs no GPU and no weights.
 
-    Exit codes: 0 it fits, 3 it does not, 2 a model, GPU, mesh or setting that cannot be.
+    Exit codes: 0 the model fits, 3 it does not, 2 wrong arguments.
+
+    Args:
+        model: Directory with a config.json, such a file, or the name of a known model.
+        gpu: Kind of GPU.
+        num: Number of GPUs.
+        mesh: Mesh of the GPUs, such as data=2,model=4. Default: the smallest model axis that fits, and replicas.
+        tensor_parallel_size: Number of GPUs that share one copy of the model (-tp).
+        data_parallel_size: Number of replicas (-dp).
+        prompt_tokens: Number of prompt tokens of a typical request, for the figures of speed.
+        output_tokens: Number of output tokens of a typical request.
+        link_gb_per_second: Bandwidth of the link between GPUs in one direction. Default: NVLink's.
+        compile: Compile the largest programs for the GPU to measure their memory, which takes a minute or two and needs
+            JAX's CUDA plugin. Without it, their memory is estimated.
+        experiment: Directory to write experiment.yaml to, which `omni-jax ablate` simulates.
+        as_json: Print one JSON object instead of text.
     """
     from rich.console import Console
 
     from omni_jax.models.config import UnsupportedModel
     from omni_jax.planner.experiment import write_experiment
-    from omni_jax.planner.plan import Asked, make_plan
+    from omni_jax.planner.plan import PlanOptions, make_plan
     from omni_jax.planner.report import as_json as plan_as_json
     from omni_jax.planner.report import show
     from omni_jax.planner.speed import Typical
 
-    given = {
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "block_size": block_size,
-        "dtype": dtype,
-        "kv_cache_dtype": None if kv_cache_dtype is None else kv_cache_dtype.value,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "max_pixels": max_pixels,
-        "encoder_cache_tokens": encoder_cache_tokens,
-        "link_bandwidth": None if link_gb_per_second is None else 1e9 * link_gb_per_second,
-    }
+    given: dict[str, Any] = {} if engine is None else engine.values()
     given = {name: value for name, value in given.items() if value is not None}
+    if link_gb_per_second is not None:
+        given["link_bandwidth"] = 1e9 * link_gb_per_second
     try:
-        given_axes = mesh_options(
-            mesh, tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size
-        )
-        data, axis = _axes(given_axes, num)
-        asked = Asked(
+        data, axis = _axes(mesh, data_parallel_size, tensor_parallel_size, num)
+        asked = PlanOptions(
             config=_config(model),
             gpu=gpu,
             num=num,
@@ -106,19 +85,19 @@ def plan(
         if experiment is not None and made.fits:
             write_experiment(made, asked.config, model, experiment)
     except (UnsupportedModel, ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
+        usage_error(str(error))
     if as_json:
-        typer.echo(json.dumps({"name": model} | plan_as_json(made)))
+        print(json.dumps({"name": model} | plan_as_json(made)))
     else:
         show(made, model, Console())
-    raise typer.Exit(0 if made.fits else DOES_NOT_FIT)
+    return 0 if made.fits else DOES_NOT_FIT
 
 
 def _config(model: str) -> dict[str, Any]:
-    """A config.json: of a directory, of a file, or of a published model.
+    """The config.json of a directory, of a file, or of a published model.
 
     Raises:
-        ValueError: there is none, or it is no JSON object.
+        ValueError: there is none, or it is not a JSON object.
     """
     from omni_jax.cost import published_config
 
@@ -131,14 +110,14 @@ def _config(model: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} has no config.json") from None
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON file: {error}") from None
+        raise ValueError(f"{file} is not a JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} must hold a JSON object, it holds a {type(config).__name__}")
     return config
 
 
 def _compiler(gpu: str, wanted: bool) -> Any:
-    """What compiles for a GPU, or None where that cannot be done or is not wanted."""
+    """The function that compiles programs for a GPU, or None where that is impossible or not wanted."""
     from kernels_pallas import aot
 
     if not wanted or aot.available() is not None:
@@ -148,7 +127,7 @@ def _compiler(gpu: str, wanted: bool) -> Any:
     from omni_jax.planner.compiled import compiled_programs
     from omni_jax.progress import stage_bars
 
-    jax.config.update("jax_platforms", "cpu")  # so that no real GPU is looked for, or taken
+    jax.config.update("jax_platforms", "cpu")  # so that JAX neither looks for a real GPU nor takes it
 
     def compile_programs(model, settings, devices):
         with stage_bars() as bars:
@@ -158,9 +137,16 @@ def _compiler(gpu: str, wanted: bool) -> Any:
     return compile_programs
 
 
-def _axes(sizes: dict[str, int | None], num: int) -> tuple[int | None, int | None]:
-    """(data, model). Where one axis is given, the other takes the rest; where none is, the planner chooses."""
-    data, model = sizes["data_parallel_size"], sizes["tensor_parallel_size"]
+def _axes(mesh: str | None, data: int | None, model: int | None, num: int) -> tuple[int | None, int | None]:
+    """(data, model). Where one axis is given, the other takes the rest; where none is, the planner chooses.
+
+    Raises:
+        ValueError: the mesh is wrong, or given twice.
+    """
+    if mesh is not None:
+        if data is not None or model is not None:
+            raise ValueError("--mesh sets both sizes: leave out --tensor-parallel-size and --data-parallel-size")
+        return parse_mesh(mesh)
     if data is not None and model is None:
         model = max(1, num // data)
     elif model is not None and data is None:

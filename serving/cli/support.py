@@ -1,92 +1,116 @@
-"""What the commands have in common: an engine's settings from flags, the faults that are told in one line, the log."""
+"""What the commands share: the engine's settings, errors in one line, the log."""
 
-import enum
 import logging
 import os
 import sys
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
+from omni_jax.settings import Settings
 
-FAILURE = 1  # usage errors are 2, by typer
+if TYPE_CHECKING:
+    from omni_jax.engine.config import EngineConfig
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130  # exit codes
 
 
-def engine_config(**options: Any) -> Any:
-    """An EngineConfig of the flags that were given, the rest being its own defaults.
+def engine_config(model_dir: Path, *panels: Settings | None, **options: Any) -> "EngineConfig":
+    """An EngineConfig of the panels of settings that were given; `options` that are not None override them.
 
-    XLA takes 0.75 of a GPU unless it is told otherwise before JAX first touches it, so it is told here.
+    Checks what else is wrong with them before anything large is imported or loaded. Gives XLA its share of a GPU's
+    memory, which it reads when JAX first touches the device.
     """
     from omni_jax.engine.config import EngineConfig
 
-    given = {name: value for name, value in options.items() if value is not None}
-    config = EngineConfig(**given)
-    if "gpu_memory_utilization" in given:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
-    else:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    values = {name: value for panel in panels if panel is not None for name, value in panel.values().items()}
+    values |= {name: value for name, value in options.items() if value is not None}
+    require_model(model_dir)
+    try:
+        config = EngineConfig(model_dir=model_dir, **values)
+        _check_custom_functions(config)
+    except ValueError as error:
+        usage_error(str(error))
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     return config
 
 
-def memory_options(**options: Any) -> dict[str, Any]:
-    """The fields of EngineConfig that the flags of the engine's memory set, without those that were not given.
+def _check_custom_functions(config: "EngineConfig") -> None:
+    """Makes every policy and objective once, so that a wrong one is known before the model is loaded.
 
     Raises:
-        typer.BadParameter: values that cannot be, alone or together; said before a model is loaded.
+        ValueError: one of them is wrong.
     """
-    from omni_jax.engine.config import EngineConfig
-    from omni_jax.memory import make_recycling
     from omni_jax.memory.compression import Schedule
+    from omni_jax.memory.recycling import make_recycling
+    from omni_jax.requests.slo import SLO
+    from omni_jax.scheduling.discipline import SLOFirst
+    from omni_jax.segments.policies import make_policy
 
-    given = {
-        name: value.value if isinstance(value, enum.Enum) else value
-        for name, value in options.items()
-        if value is not None
-    }
-    try:
-        config = EngineConfig(model_dir=".", **given)
-        find_own_code(config.recycling_policy)
-        make_recycling(config.recycling_policy)
-        find_own_code(config.kv_compress_controller or "")
-        Schedule(config.kv_compress_controller, config.kv_compress_ratio)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return given
+    find_custom_functions()
+    make_policy(config.segment_policy, allow_custom=True)
+    make_recycling(config.recycling_policy)
+    Schedule(config.kv_compress_controller, config.kv_compress_ratio)
+    SLO(ttft_ms=config.ttft_ms, tpot_ms=config.tpot_ms, e2e_ms=config.e2e_ms)
+    SLOFirst(aging_seconds=config.aging_seconds)
 
 
-def find_own_code(path: str) -> None:
-    """Lets a dotted path, package.module:function, name what a person keeps in the working directory."""
-    if ":" in path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # after everything that is installed
+def find_custom_functions() -> None:
+    """Lets package.module:function name a module in the working directory, after everything that is installed."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
-def expected_faults() -> tuple[type[Exception], ...]:
-    """What a wrong model, flag or machine raises: told in one line. Anything else is a bug and keeps its traceback."""
-    from checkpoints.reader import CheckpointError
-    from omni_jax.requests import EngineError
+def require_model(path: Path) -> None:
+    """Ends the command when there is no such directory, with the command that downloads it if `path` is like a
+    repository id of the Hugging Face hub."""
+    if path.is_dir():
+        return
+    if path.exists():
+        usage_error(
+            f"{path} is a file, not a model directory; `omni-jax convert {path} MODEL_DIR` converts a GGUF file"
+        )
+    if len(path.parts) == 2 and not path.is_absolute() and not path.parts[0].startswith("."):
+        usage_error(
+            f"there is no directory {path} here. If it is a repository of the Hugging Face hub, download it:\n"
+            f"  hf download {path} --local-dir {path.name}\n"
+            f"and then give {path.name}"
+        )
+    usage_error(f"there is no directory {path}")
+
+
+def expected_errors() -> tuple[type[Exception], ...]:
+    """What a wrong model, setting or machine raises, which is shown in one line. Any other exception is a bug and
+    keeps its traceback."""
+    from checkpoints.errors import CheckpointError
+    from omni_jax.requests.errors import EngineError
     from serving.http.lifecycle import CannotListen
 
     return (CheckpointError, EngineError, CannotListen, OSError, ValueError)
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the command with one line."""
-    typer.echo(f"omni-jax: {message}", err=True)
-    raise typer.Exit(FAILURE)
+    """Ends the command with one line and exit code 1."""
+    print(f"omni-jax: {message}", file=sys.stderr)
+    sys.exit(FAILURE)
+
+
+def usage_error(message: str) -> NoReturn:
+    """Ends the command with a message about its arguments and exit code 2."""
+    print(f"omni-jax: {message}", file=sys.stderr)
+    sys.exit(USAGE)
 
 
 def log_to_stderr(level: str) -> None:
-    """Sets logging up, for a --log-level."""
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"must be debug, info, warning or error, got {level!r}", param_hint="--log-level")
+    """Sets logging up for a --log-level."""
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    if level.upper() == "INFO":  # JAX tells of every backend that is not there
+    if level == "info":  # JAX logs every backend that is missing
         logging.getLogger("jax").setLevel(logging.WARNING)
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to what sys.stderr is at the time: while a progress bar is shown, lines must go above it."""
+    """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
 
     def __init__(self):
         logging.Handler.__init__(self)

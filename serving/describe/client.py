@@ -1,84 +1,64 @@
-"""One request to an OpenAI-compatible server, at its turn and as often as it takes."""
+"""Requests to an OpenAI-compatible server, with a rate limit and retries."""
 
 import asyncio
+import contextlib
 import dataclasses
 import email.utils
 import io
 import json
-import random
 import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
+from aiolimiter import AsyncLimiter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
 
-FIRST_BACKOFF = 1.0  # seconds before a second attempt, at most; doubles with each
-MAX_BACKOFF = 60.0
-MAX_RETRY_AFTER = 600.0  # seconds; a server that asks for more is not waited for
-MAX_MESSAGE = 2000  # characters of a failure that is not in OpenAI's shape
+FIRST_BACKOFF = 1.0  # seconds; bound of the first backoff, doubled for each further one
+MAX_BACKOFF = 60.0  # seconds
+MAX_RETRY_AFTER = 600.0  # seconds; a response with a longer Retry-After is final
+MAX_MESSAGE_LENGTH = 2000  # characters kept of an error body that is not in OpenAI's format
 
-Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 
 
-class RateLimit:
-    """A token bucket: `rate` turns a second; what was not used is kept for one second and no longer.
-
-    Args:
-        rate: turns a second; 0 is no limit.
-        clock, sleep: in seconds.
-    """
-
-    def __init__(self, rate: float, *, clock: Clock, sleep: Sleep):
-        self._interval = 1 / rate if rate else 0.0
-        self._clock = clock
-        self._sleep = sleep
-        self._next: float | None = None  # when the next turn is
-
-    async def wait(self) -> None:
-        """Returns when it is the caller's turn, in the order of the calls."""
-        if not self._interval:
-            return
-        now = self._clock()
-        # A turn that lies back by a second less the one it is itself leaves a bucket of `rate` turns, and of one at
-        # least. It starts with one: the first second must not have twice its share.
-        turn = now if self._next is None else max(self._next, now - max(0.0, 1 - self._interval))
-        self._next = turn + self._interval
-        if turn > now:
-            await self._sleep(turn - now)
+def rate_limit(rate: float) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return a context that can be entered `rate` times a second, evenly spaced, so without bursts; 0 is no limit."""
+    return AsyncLimiter(1, 1 / rate) if rate else contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:
-    """How a request ended.
+    """Outcome of a request.
 
     Attributes:
-        answer: the JSON of the response; None when it failed.
-        error: why it failed: `status` (None when there was no response), `message`, and what else the server said.
-        attempts: how often it was sent.
-        seconds: from sending the last attempt to its end.
+        answer: JSON of the response; None if the request failed.
+        error: `status` (None without a response), `message`, and the other fields of the server's error.
+        attempts: number of attempts.
+        seconds: duration of the last attempt.
+        retry_after: minimum seconds before a retry; None if the outcome is final.
     """
 
     answer: Any = None
     error: dict[str, Any] | None = None
-    attempts: int = 0
+    attempts: int = 1
     seconds: float = 0.0
+    retry_after: float | None = None
 
 
 class Client:
-    """Sends requests with retries.
+    """HTTP client that retries.
 
-    A 429, a 5xx, a broken connection and a timeout are tried again, after a random time below a bound that doubles
-    (full jitter), and not before a Retry-After has passed. Any other status is final. Redirects are not followed: a
-    key would go along.
+    429, 5xx, connection errors and timeouts are retried after Retry-After plus a random time below a bound that doubles
+    (full jitter). Other statuses are final. Redirects are not followed, because they would forward the API key.
 
     Args:
         session: its `timeout.total` bounds an attempt.
-        base: the server's URL, without a slash at its end.
-        retries: attempts after the first, at most.
-        limit: every attempt waits for its turn.
-        uniform: draws a float between two.
+        base: URL of the server without a trailing slash.
+        retries: maximum number of attempts after the first.
+        limit: context that each attempt of a POST enters first, see rate_limit.
+        sleep: waits between attempts.
     """
 
     def __init__(
@@ -87,40 +67,41 @@ class Client:
         base: str,
         *,
         retries: int,
-        limit: RateLimit,
-        clock: Clock = time.monotonic,
+        limit: contextlib.AbstractAsyncContextManager[None],
         sleep: Sleep = asyncio.sleep,
-        uniform: Callable[[float, float], float] = random.uniform,
     ):
         self._session = session
         self._base = base
         self._retries = retries
         self._limit = limit
-        self._clock = clock
         self._sleep = sleep
-        self._uniform = uniform
 
     async def get(self, path: str) -> Reply:
-        """A GET, tried once: nobody should wait for a minute to learn that the server is not there."""
-        return (await self._attempt("GET", path, None))[0]
+        """Send a GET without retries, so that a missing server is reported at once."""
+        return await self._attempt("GET", path, None)
 
     async def post(self, path: str, body: bytes) -> Reply:
-        attempts = 0
-        while True:
-            await self._limit.wait()
-            attempts += 1
-            reply, pause = await self._attempt("POST", path, body)
-            if pause is None or attempts > self._retries:
-                return dataclasses.replace(reply, attempts=attempts)
-            bound = min(MAX_BACKOFF, FIRST_BACKOFF * 2 ** (attempts - 1))
-            await self._sleep(pause + self._uniform(0.0, bound))
+        """Send a POST of JSON, with retries."""
+        retrying = AsyncRetrying(
+            retry=retry_if_result(lambda reply: reply.retry_after is not None),
+            wait=_wait,
+            stop=stop_after_attempt(1 + self._retries),
+            retry_error_callback=_reply,
+            sleep=self._sleep,
+        )
+        reply = await retrying(self._limited_attempt, "POST", path, body)
+        return dataclasses.replace(reply, attempts=retrying.statistics["attempt_number"])
 
-    async def _attempt(self, method: str, path: str, body: bytes | None) -> tuple[Reply, float | None]:
-        """The reply, and the seconds after which to try again at the earliest; None is never."""
-        started = self._clock()
+    async def _limited_attempt(self, method: str, path: str, body: bytes) -> Reply:
+        async with self._limit:
+            return await self._attempt(method, path, body)
+
+    async def _attempt(self, method: str, path: str, body: bytes | None) -> Reply:
+        started = time.monotonic()
         headers = {} if body is None else {"Content-Type": "application/json"}
-        # aiohttp sends a file in pieces, between which other requests go on; plain bytes go in one.
+        # aiohttp sends a file in pieces, between which other requests proceed; it sends bytes in one piece.
         data = None if body is None else io.BytesIO(body)
+        answer, retry_after = None, 0.0
         try:
             async with self._session.request(
                 method, self._base + path, data=data, headers=headers, allow_redirects=False
@@ -128,22 +109,28 @@ class Client:
                 content = await response.read()
         except TimeoutError:  # first, since aiohttp's own timeouts are connection errors too
             error = {"status": None, "type": "timeout", "message": f"no answer in {self._session.timeout.total:g} s"}
-            pause = 0.0
         except (aiohttp.ClientError, OSError) as fault:
-            message = str(fault) or type(fault).__name__
-            error, pause = {"status": None, "type": "connection_error", "message": message}, 0.0
+            error = {"status": None, "type": "connection_error", "message": str(fault) or type(fault).__name__}
         else:
-            if response.status == 200:
-                answer, error, pause = _json(content), None, None
-                if isinstance(answer, dict) and "error" not in answer:
-                    return Reply(answer=answer, attempts=1, seconds=self._clock() - started), None
-            else:
-                pause = _pause(response.status, response.headers.get("Retry-After"))
-            error = _reason(response.status, content)
-        return Reply(error=error, attempts=1, seconds=self._clock() - started), pause
+            answer = _answer(response.status, content)
+            error = _error(response.status, content) if answer is None else None
+            retry_after = _pause(response.status, response.headers.get("Retry-After"))
+        return Reply(answer=answer, error=error, seconds=time.monotonic() - started, retry_after=retry_after)
+
+
+def _reply(retry_state: RetryCallState) -> Reply:
+    assert retry_state.outcome is not None
+    return retry_state.outcome.result()
+
+
+def _wait(retry_state: RetryCallState) -> float:
+    """Return the seconds before the next attempt: Retry-After plus a random backoff (full jitter)."""
+    backoff = wait_random_exponential(multiplier=FIRST_BACKOFF, max=MAX_BACKOFF)
+    return (_reply(retry_state).retry_after or 0.0) + backoff(retry_state)
 
 
 def _pause(status: int, retry_after: str | None) -> float | None:
+    """Return the minimum seconds before a retry; None if the response is final."""
     if status != 429 and status < 500:
         return None
     pause = _seconds(retry_after or "")
@@ -151,7 +138,7 @@ def _pause(status: int, retry_after: str | None) -> float | None:
 
 
 def _seconds(retry_after: str) -> float:
-    """RFC 9110, 10.2.3: seconds (some servers send a fraction) or a date; 0 for anything else."""
+    """Parse Retry-After (RFC 9110, 10.2.3): seconds (some servers send a fraction) or a date; 0 for anything else."""
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", retry_after):
         return float(retry_after)
     parsed = email.utils.parsedate_tz(retry_after)
@@ -161,14 +148,20 @@ def _seconds(retry_after: str) -> float:
         return 0.0
 
 
-def _reason(status: int, content: bytes) -> dict[str, Any]:
-    """The server's own words: its `error` object, or the beginning of the text."""
+def _answer(status: int, content: bytes) -> dict[str, Any] | None:
+    """Return the JSON of a success. Some servers send errors with status 200."""
+    answer = _json(content) if status == 200 else None
+    return answer if isinstance(answer, dict) and "error" not in answer else None
+
+
+def _error(status: int, content: bytes) -> dict[str, Any]:
+    """Return the `error` object of a response, or the beginning of its text."""
     document = _json(content)
     inner = document.get("error") if isinstance(document, dict) else None
     if isinstance(inner, dict):
         return {"status": status, "message": None} | inner | {"status": status}
     text = inner if isinstance(inner, str) else content.decode("utf-8", "replace").strip()
-    return {"status": status, "message": text[:MAX_MESSAGE] or "no reason given"}
+    return {"status": status, "message": text[:MAX_MESSAGE_LENGTH] or "no reason given"}
 
 
 def _json(content: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""What `describe-images` tells of its work: a bar or lines while it runs, a summary at the end."""
+"""Progress and summary of `describe-images`."""
 
 import asyncio
 import contextlib
@@ -10,26 +10,30 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-INTERRUPTED = 130  # exit code, as a shell has it for SIGINT
+INTERRUPTED = 130  # exit code of shells for SIGINT
 
-_LINE_PERIOD = 10.0  # seconds between two lines of progress where there is no terminal
-_REASONS = 5  # kinds of failures that the summary shows
+_LINE_PERIOD = 10.0  # seconds between lines of progress without a terminal
+_MAX_REASONS = 5  # kinds of failures that the summary shows
 
 Count = Callable[[Mapping[str, Any]], None]
 
 
 @dataclasses.dataclass(kw_only=True)
 class Summary:
-    """What became of the sources.
+    """Result of a run.
 
     Attributes:
-        sources: all of them; the next five add up to it.
-        done_before: had a good row already.
-        failed_before: had failed, and were not to be tried again.
-        not_sent: beyond the limit, or not answered before the run was interrupted.
-        prompt_tokens, completion_tokens: sums of the servers' `usage`.
-        seconds: of this run.
-        reasons: failures by HTTP status, or by type where there was no response: how many, and the message of one.
+        sources: number of sources, the sum of the next five.
+        done_before: sources that already had a good row.
+        failed_before: sources that had failed and were not retried.
+        not_sent: sources beyond the limit, or without an answer when the run was interrupted.
+        described: sources with a new good row.
+        failed: sources with a new error row.
+        prompt_tokens, completion_tokens: sums over the `usage` of answers.
+        seconds: duration of the run.
+        interrupted: whether a signal ended the run.
+        out: path of the output file.
+        reasons: failures by HTTP status, or by type if there was no response: their count, and the message of one.
     """
 
     sources: int
@@ -46,7 +50,7 @@ class Summary:
     reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def count(self, row: Mapping[str, Any]) -> None:
-        """Adds a row that was written."""
+        """Add a row that was written."""
         self.not_sent -= 1
         error = row.get("error")
         if error is None:
@@ -67,16 +71,18 @@ class Summary:
 
 
 def progress(summary: Summary, total: int, console: Console) -> contextlib.AbstractContextManager[Count]:
-    """Gives what counts a row, into the summary and for the eye: a bar on a terminal, else a line every ten seconds.
+    """Return a context whose value counts rows, in the summary and in the progress shown.
+
+    Progress is a bar on a terminal, and a line every ten seconds elsewhere.
 
     Args:
-        total: rows that are to come.
+        total: number of rows to come.
     """
     return (_bar if console.is_terminal else _lines)(summary, total, console)
 
 
 def show(summary: Summary, console: Console) -> None:
-    """Prints the summary."""
+    """Print the summary."""
     counts = [f"{summary.described} described", f"{summary.failed} failed", f"{summary.done_before} done before"]
     if summary.failed_before:
         counts.append(f"{summary.failed_before} failed before")
@@ -84,10 +90,10 @@ def show(summary: Summary, console: Console) -> None:
         counts.append(f"{summary.not_sent} not sent")
     speed = (summary.described + summary.failed) / max(summary.seconds, 1e-9)
     lines = [f"{summary.sources} sources: {', '.join(counts)}. {summary.seconds:.1f} s, {speed:.1f}/s."]
-    for kind, reason in sorted(summary.reasons.items(), key=lambda item: -item[1]["count"])[:_REASONS]:
+    for kind, reason in sorted(summary.reasons.items(), key=lambda item: -item[1]["count"])[:_MAX_REASONS]:
         lines.append(f"  {reason['count']} x {kind}, such as: {reason['message']}")
     if summary.interrupted:
-        lines.append("Interrupted; the same command goes on from here.")
+        lines.append("Interrupted; repeat the command to resume.")
     lines.append(f"Rows: {summary.out}")
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
@@ -118,11 +124,11 @@ def _lines(summary: Summary, total: int, console: Console) -> Iterator[Count]:
             text = f"describing: {done} of {total}, {summary.failed} failed, {rate:.1f}/s{left}"
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    talking = asyncio.get_running_loop().create_task(lines())
+    printing = asyncio.get_running_loop().create_task(lines())
     try:
         yield summary.count
     finally:
-        talking.cancel()
+        printing.cancel()
 
 
 def _rate(summary: Summary, started: float) -> float:

@@ -1,11 +1,10 @@
-"""The output of `describe-images`: a JSON Lines file that survives crashes and is never written by two at once.
+"""Output of `describe-images`: a JSON Lines file that survives crashes, with a lock against concurrent runs.
 
-Beside OUT.jsonl lies OUT.jsonl.run.json with the settings that shaped its texts (prompt, model, ...): rows of different
-prompts must not end up in one file. It is also what a run holds its lock on, since it is never replaced.
+OUT.jsonl.run.json beside OUT.jsonl holds the settings that determine the texts (prompt, model, ...), so that rows of
+different prompts are not mixed. A run locks this file, since it is never replaced.
 
-Rows are appended as they come. A source that failed in an earlier run and is tried again has two rows for a while, of
-which the last counts; closing writes the file anew with one row a source, and a run that was killed before that leaves
-it to the next.
+Rows are appended as they come. A source that failed before and is retried has two rows at first, of which the last
+counts. Closing rewrites the file with one row for each source; after a crash, the next run does so.
 """
 
 import contextlib
@@ -22,19 +21,19 @@ from serving.describe.sources import UsageError
 
 
 class Row(NamedTuple):
-    start: int  # its byte in the file
-    good: bool  # it has a text, not an error
+    start: int  # offset in the file, in bytes
+    good: bool  # whether it has a text, not an error
 
 
 @dataclasses.dataclass(kw_only=True)
 class Index:
-    """What a file holds.
+    """Content of a file.
 
     Attributes:
-        rows: the last row of each source.
-        end: bytes up to the end of the last whole row; what follows was cut off by a crash.
-        unended: only the line feed of that row is missing.
-        stale: lines that do not count: superseded rows, blank lines, lines that are no rows.
+        rows: last row of each source.
+        end: offset of the end of the last complete row; the rest was cut off by a crash.
+        unended: whether that row lacks its line feed.
+        stale: number of lines to drop: superseded rows, blank lines, lines that are not rows.
     """
 
     rows: dict[str, Row] = dataclasses.field(default_factory=dict)
@@ -48,7 +47,7 @@ class Index:
 
 
 class RowFile:
-    """An open output file; made by `open_rows`."""
+    """Open output file; create it with `open_rows`."""
 
     def __init__(self, path: Path, file: BinaryIO, index: Index):
         self._path = path
@@ -57,15 +56,15 @@ class RowFile:
         self._fault: OSError | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes a row, which is safe from a crash of this process when this returns.
+        """Write a row. Once this returns, a crash of the process does not lose it.
 
         Raises:
-            OSError: the disk is full, for instance. Every later row is then refused in the same way: other workers may
-                have one before they are stopped, and it must not be written behind half a line.
+            OSError: the row cannot be written, for example because the disk is full. Every later row is refused with
+                the same error, so that other workers do not write behind half a line.
         """
         if self._fault is not None:
             raise self._fault
-        # A lone surrogate from a server's answer cannot be written and becomes a question mark.
+        # A lone surrogate in an answer cannot be encoded and becomes a question mark.
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         try:
             _write(self._file, line)
@@ -76,11 +75,11 @@ class RowFile:
         self._index.end += len(line)
 
     def rows(self) -> dict[str, bool]:
-        """Whether a source's row is a good one, for each source that has a row."""
+        """Return whether the row is good, by source."""
         return {source: row.good for source, row in self._index.rows.items()}
 
     def close(self) -> None:
-        """Puts every row on the disk, one a source."""
+        """Write all rows to disk, one for each source."""
         if self._index.stale:
             _rewrite(self._path, {row.start for row in self._index.rows.values()})
         else:
@@ -89,25 +88,25 @@ class RowFile:
 
 @contextlib.contextmanager
 def open_rows(path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Iterator[RowFile]:
-    """Opens an output file to append to, after what earlier runs left there.
+    """Open an output file to append rows.
 
     Args:
-        path: made when it is not there; a half-written last line is cut.
-        settings: what shapes the texts.
-        overwrite: throws away what the file holds.
+        path: created if missing; an incomplete last line is removed.
+        settings: settings that determine the texts.
+        overwrite: whether to drop the rows of earlier runs.
 
     Raises:
-        UsageError: its rows were made with other settings, or another process writes to it.
-        OSError: it cannot be written.
+        UsageError: the file has rows of other settings, or another process writes to it.
+        OSError: the file cannot be written.
     """
     path = _real(path)
     if not overwrite and path.exists() and path.stat().st_size and not _beside(path, ".run.json").exists():
-        _check(path, settings)  # before a file is made beside what may not be ours
+        _check(path, settings)  # before a file is created beside one that may be foreign
     with open(_beside(path, ".run.json"), "a+b") as header:
         try:
             fcntl.flock(header, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"another process is writing to {path}; wait for it, or choose another -o") from None
+            raise UsageError(f"another process writes to {path}; wait for it, or choose another -o") from None
         with open(path, "ab", buffering=0) as file:
             if overwrite:
                 file.truncate(0)
@@ -131,10 +130,10 @@ def open_rows(path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> It
 
 
 def read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, bool]:
-    """What `open_rows(...).rows()` would say, changing nothing. A setting that is None is not compared.
+    """Return what `open_rows(...).rows()` would, without changing the file. Settings that are None are not compared.
 
     Raises:
-        UsageError: the rows were made with other settings.
+        UsageError: the file has rows of other settings.
     """
     path = _real(path)
     if not path.exists():
@@ -146,28 +145,28 @@ def read_rows(path: Path, settings: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _real(path: Path) -> Path:
-    """A rewrite must replace the file, not a link to it."""
+    """Resolve links, so that a rewrite replaces the file and not a link to it."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise UsageError(f"the output {path} is not a regular file; name one with -o")
     if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent} for the output; make it first")
+        raise UsageError(f"the output folder {path.parent} does not exist; create it first")
     return path
 
 
 def _check(path: Path, settings: Mapping[str, Any]) -> None:
     beside = _beside(path, ".run.json")
-    choose = "Choose another file with -o, or write this one anew with --overwrite."
+    choose = "Choose another file with -o, or replace this one with --overwrite."
     try:
         written = json.loads(beside.read_bytes())
     except (OSError, ValueError):
         written = None
     if not isinstance(written, dict):
-        raise UsageError(f"{path} has rows, but no {beside.name} beside it says which prompt they are of. {choose}")
+        raise UsageError(f"{path} has rows of an unknown prompt: there is no {beside.name} beside it. {choose}")
     other = [name for name, value in settings.items() if written.get(name) != value]
     if other:
-        both = "; ".join(f"{name} {written.get(name)!r} there, {settings[name]!r} now" for name in other)
-        raise UsageError(f"the rows of {path} were made with other settings: {both}. {choose}")
+        both = "; ".join(f"{name} was {written.get(name)!r} and is now {settings[name]!r}" for name in other)
+        raise UsageError(f"{path} has rows of other settings: {both}. {choose}")
 
 
 def _scan(path: Path) -> Index:
@@ -188,7 +187,7 @@ def _scan(path: Path) -> Index:
 
 
 def _parse(line: bytes) -> tuple[str, bool] | None:
-    """The source of a row and whether it is good; None for what is no row."""
+    """Return the source of a row and whether it is good; None if the line is not a row."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -201,7 +200,7 @@ def _parse(line: bytes) -> tuple[str, bool] | None:
 
 
 def _rewrite(path: Path, starts: set[int]) -> None:
-    """Keeps the lines at these bytes. The new file takes the old one's place at once, whole and on the disk."""
+    """Keep only the lines at these offsets. The file is replaced atomically and synced to disk."""
     temporary = _beside(path, ".tmp")
     try:
         with open(path, "rb") as old, open(temporary, "wb") as new:
@@ -224,7 +223,7 @@ def _rewrite(path: Path, starts: set[int]) -> None:
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
-    """All of `data`: an unbuffered file may take a part of it."""
+    """Write all of `data`; one call may write only a part to an unbuffered file."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]

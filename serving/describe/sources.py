@@ -1,4 +1,4 @@
-"""Which images `describe-images` is about, and the bytes of one as they are sent."""
+"""Image sources of `describe-images`: folders, lists, files and URLs, and data URIs of files."""
 
 import binascii
 import dataclasses
@@ -21,31 +21,31 @@ MEDIA_TYPES = {
     ".tif": "image/tiff",
     ".tiff": "image/tiff",
     ".webp": "image/webp",
-}  # by suffix; also what is looked for in a folder
-MAX_FILE_BYTES = 64 * 2**20  # of one image: as many are in memory as requests are in flight, a third larger each
+}  # by suffix; other files of a folder are ignored
+MAX_FILE_BYTES = 64 * 2**20  # largest image; one per request in flight is in memory, a third larger as base64
 
-_PIECE = 3 * 2**18  # a multiple of 3, so that the base64 of the pieces is the base64 of the whole
+_PIECE = 3 * 2**18  # a multiple of 3, so that the base64 of pieces can be joined
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 class UsageError(ValueError):
-    """An argument that cannot be meant; the message says what to do."""
+    """An invalid argument; the message names the remedy."""
 
 
 class Unreadable(Exception):
-    """A file that cannot be sent; the message says why."""
+    """A file cannot be sent; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """One image.
+    """An image.
 
     Attributes:
-        name: what its row calls it: the URL, or the file's absolute path, so that one output file can take several
-            folders and does not depend on where the command was started. A path that is not UTF-8 is its file:// URI,
-            since JSON could not carry it.
-        path: where to read it; None is a URL, which the server fetches.
-        fault: why it cannot be sent, when that is known already.
+        name: `source` of its row: the URL, or the absolute path, so that an output file can hold several folders and
+            does not depend on the working directory. A path that is not UTF-8 becomes a file:// URI, which JSON can
+            hold.
+        path: path of the file; None for a URL, which the server fetches.
+        fault: reason why it cannot be sent, if already known.
     """
 
     name: str
@@ -54,21 +54,21 @@ class Source:
 
 
 def find_sources(given: str) -> list[Source]:
-    """The images that `given` stands for, each once.
+    """Return the images that an argument names, each once.
 
     Args:
-        given: a folder, searched with all its subfolders for files with an image's suffix and sorted by name; a text
-            file (.txt) with a path or URL a line, in that order; one image; or one URL. Paths are relative to the
-            working directory; blank lines and blanks around a line do not count.
+        given: a folder, searched recursively for files with an image suffix, sorted by name; a text file (.txt) with a
+            path or URL in each line, in that order; an image; or a URL. Paths are relative to the working directory;
+            blank lines and surrounding blanks are ignored.
 
     Raises:
-        UsageError: there is nothing of that name, or no image in it.
+        UsageError: nothing has that name, or it has no images.
     """
     if _URL.match(given):
         return [_source(given)]
     if os.path.isdir(given):
         found = sorted(_images(given), key=lambda source: source.name)
-        nothing = f"no images in {given}: no file there ends in {', '.join(MEDIA_TYPES)}"
+        nothing = f"no images in {given}: expected files that end in {', '.join(MEDIA_TYPES)}"
     elif not os.path.exists(given):
         raise UsageError(f"no such folder, image or list: {given}")
     elif given.lower().endswith(".txt"):
@@ -77,7 +77,7 @@ def find_sources(given: str) -> list[Source]:
         except OSError as error:
             raise UsageError(f"cannot read the list {given}: {error.strerror}") from None
         found = [_source(os.fsdecode(line.strip())) for line in lines if line.strip()]
-        nothing = f"no lines in {given}: a list has one path or URL a line"
+        nothing = f"no lines in {given}: expected a path or URL in each line"
     else:
         return [_source(given)]
     if not found:
@@ -86,12 +86,12 @@ def find_sources(given: str) -> list[Source]:
 
 
 def data_uri(path: str) -> bytes:
-    """Reads a file: `data:<type>;base64,<bytes>`, the type by its suffix. For a worker thread.
+    """Read a file into `data:<type>;base64,<bytes>`, with the type of its suffix. Call it in a worker thread.
 
-    Encodes piece by piece: b2a_base64 holds the interpreter's lock, and 50 MB at once would stop the event loop too.
+    It encodes in pieces: b2a_base64 holds Python's lock, so 50 MB at once would block the event loop.
 
     Raises:
-        Unreadable: it is no file, cannot be read, is empty, or has more than MAX_FILE_BYTES.
+        Unreadable: it is not a regular file, cannot be read, is empty, or is larger than MAX_FILE_BYTES.
     """
     kind = MEDIA_TYPES.get(os.path.splitext(path)[1].lower(), "application/octet-stream")
     pieces = [f"data:{kind};base64,".encode()]
@@ -108,7 +108,7 @@ def data_uri(path: str) -> bytes:
     if size == 0:
         raise Unreadable("the file is empty")
     if size > MAX_FILE_BYTES:
-        raise Unreadable(f"the file is larger than {MAX_FILE_BYTES} bytes, the most that is sent")
+        raise Unreadable(f"the file is larger than the limit of {MAX_FILE_BYTES} bytes")
     return b"".join(pieces)
 
 
@@ -116,7 +116,7 @@ def _source(given: str) -> Source:
     if given.startswith("file:///"):
         given = os.fsdecode(urllib.parse.unquote_to_bytes(urllib.parse.urlsplit(given).path))
     elif _URL.match(given):
-        # What is not UTF-8 came through fsdecode as lone surrogates; a URL writes bytes as %XX.
+        # fsdecode turned bytes that are not UTF-8 into lone surrogates; a URL has them as %XX.
         return Source(name=re.sub("[\udc80-\udcff]", lambda match: f"%{ord(match[0]) - 0xDC00:02X}", given))
     return Source(name=_name(given), path=given)
 
@@ -131,10 +131,10 @@ def _name(path: str) -> str:
 
 
 def _images(folder: str) -> Iterator[Source]:
-    """Files with an image's suffix, hidden ones and hidden folders left out.
+    """Yield files with an image suffix, except hidden ones and those in hidden folders.
 
-    A folder is searched once however many links lead to it, which also ends loops; under its own name, since links are
-    followed after everything else.
+    A folder is searched once even if links lead to it, so loops end. Links are followed last, so that files are found
+    under the folder's own name.
     """
     seen = set()
     waiting = deque([folder])
@@ -147,7 +147,7 @@ def _images(folder: str) -> Iterator[Source]:
             seen.add((status.st_dev, status.st_ino))
             with os.scandir(folder) as entries:
                 names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
-        except OSError as error:  # a row of its own: the images in it must not be missing without a word
+        except OSError as error:  # becomes an error row, so that missing images are noticed
             yield Source(name=_name(folder), path=folder, fault=f"cannot list the folder: {error.strerror}")
             continue
         for name in names:

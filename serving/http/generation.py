@@ -1,114 +1,188 @@
-"""Several engine requests run as one: submitted together, read together, aborted together."""
+"""What all endpoints that generate text share: from a JSON body to engine requests, and from deltas to a response.
 
-import asyncio
-import contextlib
-import logging
+A module for one endpoint defines an `Endpoint`, which holds what differs, and passes it to `generate`.
+"""
+
+import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-from omni_jax.requests import Delta, Request, Unavailable
-from serving.http.errors import ApiError
-from serving.http.metrics import Metrics
-from serving.http.response_models import Usage, usage
-from serving.http.state import Server
+from aiohttp import web
+from pydantic import BaseModel
 
-logger = logging.getLogger(__name__)
+from omni_jax.inputs import Prompt
+from omni_jax.requests import Delta, Request
+from serving.http.engine_streams import PromptDelta, merged, stream_deltas
+from serving.http.errors import REQUEST_ID
+from serving.http.request_models import GenerationRequest, read_object, validate
+from serving.http.response_models import PromptTokensDetails, Usage
+from serving.http.sampling import sampling_params
+from serving.http.state import SERVER, Server
+from serving.http.wire import header_safe, json_response, new_id, read_body, serve_events
 
-Batch = list[tuple[int, Delta]]  # (position of the request, what was added to one of its choices)
+R = TypeVar("R", bound=GenerationRequest)
 
 
-@contextlib.asynccontextmanager
-async def generation(server: Server, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[Batch]]:
-    """Submits `requests` and gives an iterator over what they produce.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Generic[R]):
+    """A validated API request and the engine requests that answer it.
 
-    Everything that waits is handed out at once, one delta a choice, so that a slow reader catches up in few large
-    pieces. On leaving, however it happens (the end, a fault, the client's disconnect), the unfinished are aborted.
-
-    Raises:
-        InvalidRequest, Unavailable, EngineError: from the engine, before the iterator is given.
-        ApiError, Unavailable: from the iterator, when the engine ends a choice with an error or because it stops.
+    Attributes:
+        id: id of the response.
+        created: Unix seconds.
+        model: model name for the response.
+        request: the API request, without its media.
+        engine_requests: one per prompt, in order.
     """
-    if server.draining:
-        raise Unavailable("the server is shutting down")
-    arrived: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
-    unfinished: set[str] = set()
-    tasks: list[asyncio.Task[None]] = []
 
-    async def read(position: int, request: Request, stream: AsyncIterator[Delta]) -> None:
-        async for delta in _measured(stream, request, server.metrics):
-            arrived.put_nowait((position, delta))
-        unfinished.discard(request.id)
+    id: str
+    created: int
+    model: str
+    request: R
+    engine_requests: tuple[Request, ...]
 
-    try:
-        for position, request in enumerate(requests):
-            stream = server.engine.submit(request)
-            unfinished.add(request.id)
-            task = asyncio.create_task(read(position, request, stream))
-            task.add_done_callback(arrived.put_nowait)
-            tasks.append(task)
-        async with contextlib.aclosing(_batches(arrived, len(tasks))) as batches:
-            yield batches
-    finally:
-        for request_id in unfinished:
-            server.engine.abort(request_id)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.engine_requests)
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Fields of `ResponseHead`; `kind` is the protocol's `object`."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-async def _batches(arrived: asyncio.Queue, running: int) -> AsyncGenerator[Batch, None]:
-    while running:
-        waiting = [await arrived.get()]
-        while not arrived.empty():
-            waiting.append(arrived.get_nowait())
-        ended = [item for item in waiting if isinstance(item, asyncio.Task)]
-        running -= len(ended)
-        deltas = [item for item in waiting if not isinstance(item, asyncio.Task)]
-        if good := [item for item in deltas if item[1].finish_reason not in ("error", "abort")]:
-            yield merged(good)
-        for _, delta in deltas:
-            if delta.finish_reason == "error":
-                raise ApiError(500, delta.error or "the engine failed")
-            if delta.finish_reason == "abort":  # not by us: then nobody would be reading
-                raise Unavailable(delta.error or "the server is shutting down; the request was cut off")
-        for task in ended:
-            task.result()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Endpoint(Generic[R]):
+    """What one endpoint adds to `generate`.
+
+    Attributes:
+        request_type: model of the JSON body.
+        id_prefix: start of response ids.
+        make_prompts: (server, API request, JSON body) -> prompts, one engine request each.
+        make_response: (server, call, one delta per choice, usage) -> whole response. Runs in a thread.
+        make_chunks: (server, call, batches) -> chunks of a stream; see `stream_chunks`.
+    """
+
+    request_type: type[R]
+    id_prefix: str
+    make_prompts: Callable[[Server, R, Mapping[str, Any]], Awaitable[Sequence[Prompt]]]
+    make_response: Callable[[Server, Call[R], Sequence[PromptDelta], Usage], BaseModel]
+    make_chunks: Callable[[Server, Call[R], AsyncIterator[list[PromptDelta]]], AsyncGenerator[BaseModel, None]]
 
 
-def merged(batch: Batch) -> Batch:
-    """One delta for each choice, in order of its first."""
-    by_choice: dict[tuple[int, int], list[Delta]] = {}
-    for position, delta in batch:
-        by_choice.setdefault((position, delta.index), []).append(delta)
-    return [(position, _joined(deltas)) for (position, _), deltas in by_choice.items()]
+async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamResponse:
+    """Answers a POST to `endpoint`, whole or as a stream."""
+    server = request.app[SERVER]
+    call = await _prepare(server, endpoint, await read_body(request))
+    if header_safe(call.request.request_id):
+        request[REQUEST_ID] = call.request.request_id
+    async with stream_deltas(server, call.engine_requests) as batches:
+        if call.request.stream:
+            return await serve_events(request, endpoint.make_chunks(server, call, batches))
+        deltas = [delta async for batch in batches for delta in batch]
+        return await server.in_thread(_whole_response, server, endpoint, call, deltas)
 
 
-def _joined(deltas: list[Delta]) -> Delta:
-    if len(deltas) == 1:
-        return deltas[0]
-    first, last = deltas[0], deltas[-1]
-    return Delta(
-        request_id=first.request_id,
-        index=first.index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        prompt_logprobs=first.prompt_logprobs,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        cached_tokens=last.cached_tokens,
+async def _prepare(server: Server, endpoint: Endpoint[R], raw: bytes) -> Call[R]:
+    body, request, model = await server.in_thread(_read_request, server, endpoint.request_type, raw)
+    prompts = await endpoint.make_prompts(server, request, body)
+    response_id = new_id(endpoint.id_prefix)
+    return Call(
+        id=response_id,
+        created=int(time.time()),
+        model=model,
+        request=request.without_media(),
+        engine_requests=await server.in_thread(_engine_requests, server, request, response_id, prompts),
     )
 
 
-class Tally:
-    """What a call has used so far: add every delta.
+def _read_request(server: Server, kind: type[R], raw: bytes) -> tuple[dict[str, Any], R, str]:
+    """The JSON body, the API request in it and the model name to answer under."""
+    body = read_object(raw)
+    request = validate(kind, body)
+    model = server.model_name(request.model)
+    server.cutter.check(request)  # before media are fetched
+    return body, request, model
 
-    A prompt counts once, whatever its choices, so its cached tokens are those that the first of them found.
+
+def _engine_requests(
+    server: Server, request: GenerationRequest, response_id: str, prompts: Sequence[Prompt]
+) -> tuple[Request, ...]:
+    info = server.engine.info
+    params = [
+        sampling_params(
+            request,
+            defaults=info.default_sampling,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            prompt_tokens=len(prompt.ids),
+        )
+        for prompt in prompts
+    ]
+    segments = [server.cutter.cut(prompt.ids, prompt.media, request.segment_policy) for prompt in prompts]
+    arrival, slo = time.monotonic(), request.slo()
+    return tuple(
+        Request(
+            id=response_id if len(prompts) == 1 else f"{response_id}-{position}",
+            prompt_ids=prompt.ids,
+            params=params[position],
+            arrival=arrival,
+            media=prompt.media,
+            positions=prompt.positions,
+            segments=segments[position],
+            slo=slo,
+            cache_salt=request.cache_salt or "",
+        )
+        for position, prompt in enumerate(prompts)
+    )
+
+
+def _whole_response(
+    server: Server, endpoint: Endpoint[R], call: Call[R], deltas: Sequence[PromptDelta]
+) -> web.Response:
+    choices = sorted(merged(deltas), key=lambda item: (item[0], item[1].index))
+    counter = UsageCounter(call.prompt_tokens)
+    for _, delta in choices:
+        counter.add(delta)
+    return json_response(endpoint.make_response(server, call, choices, counter.usage))
+
+
+async def stream_chunks(
+    call: Call[Any],
+    batches: AsyncIterator[list[PromptDelta]],
+    make_choices: Callable[[int, Delta, bool], Awaitable[Sequence[BaseModel]]],
+    make_chunk: Callable[..., BaseModel],
+) -> AsyncGenerator[BaseModel, None]:
+    """Chunks of a stream: one per visible addition to a choice; then one with the usage, if requested.
+
+    Args:
+        make_choices: (prompt's position, delta, whether it is the first of its choice) -> what the client sees of the
+            delta, each item in a chunk of its own.
+        make_chunk: takes `choices` and, where the chunk has it, `usage`.
+    """
+    opened: set[tuple[int, int]] = set()
+    counter = UsageCounter(call.prompt_tokens)
+    async for batch in batches:
+        for position, delta in batch:
+            counter.add(delta)
+            first = (position, delta.index) not in opened
+            opened.add((position, delta.index))
+            for choice in await make_choices(position, delta, first):
+                usage = {"usage": counter.usage} if call.request.usage_in_every_chunk else {}
+                yield make_chunk(choices=[choice], **usage)
+    if call.request.include_usage:
+        yield make_chunk(choices=[], usage=counter.usage)
+
+
+class UsageCounter:
+    """Counts the tokens of one call, delta by delta.
+
+    A prompt counts once, whatever its number of choices; its cached tokens are those of choice 0.
     """
 
     def __init__(self, prompt_tokens: int):
         self._prompt_tokens, self._generated = prompt_tokens, 0
-        self._cached: dict[str, int] = {}  # by request
+        self._cached: dict[str, int] = {}  # by engine request
 
     def add(self, delta: Delta) -> None:
         self._generated += len(delta.token_ids)
@@ -117,63 +191,9 @@ class Tally:
 
     @property
     def usage(self) -> Usage:
-        return usage(self._prompt_tokens, self._generated, sum(self._cached.values()))
-
-
-async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Metrics) -> AsyncIterator[Delta]:
-    """The stream itself; its times and sizes go to the metrics and the log on the way."""
-    start = time.monotonic()
-    first: float | None = None
-    latest: dict[int, float] = {}
-    generated = cached = 0
-    ends: dict[int, str] = {}
-    try:
-        async for delta in stream:
-            if delta.index == 0:
-                cached = delta.cached_tokens
-            if delta.token_ids:
-                now = time.monotonic()
-                generated += len(delta.token_ids)
-                if delta.index in latest:
-                    metrics.next_tokens(now - latest[delta.index], len(delta.token_ids))
-                else:
-                    metrics.first_token(now - start)
-                    first = now - start if first is None else first
-                latest[delta.index] = now
-            if delta.finish_reason:
-                ends[delta.index] = delta.finish_reason
-            yield delta
-    finally:
-        seconds = time.monotonic() - start
-        reasons = sorted({ends.get(index, "abort") for index in range(request.params.n)})
-        _log_end(request, cached, generated, first, seconds, reasons)
-    if not {"error", "abort"} & set(reasons):
-        metrics.request_finished(
-            seconds=seconds,
-            prompt_tokens=len(request.prompt_ids),
-            generated_tokens=generated,
-            params=request.params,
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._generated,
+            total_tokens=self._prompt_tokens + self._generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
         )
-
-
-def _log_end(
-    request: Request, cached: int, generated: int, first: float | None, seconds: float, reasons: list[str]
-) -> None:
-    of_media = {"image": 0, "video": 0}
-    for span in request.media:
-        of_media[span.modality] += span.length
-    prompt = len(request.prompt_ids)
-    logger.info(
-        "request %s: prompt %d tokens (text %d, image %d, video %d), %d cached, generated %d, first token %s, "
-        "total %.3f s, %s",
-        request.id,
-        prompt,
-        prompt - sum(of_media.values()),
-        of_media["image"],
-        of_media["video"],
-        cached,
-        generated,
-        "none" if first is None else f"{first:.3f} s",
-        seconds,
-        "+".join(reasons),
-    )

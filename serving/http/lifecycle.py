@@ -1,4 +1,4 @@
-"""Running the server: the socket first, then the model, then requests, then a clean end."""
+"""Runs the server: binds the socket, loads the model, serves requests and shuts down."""
 
 import asyncio
 import logging
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_TIMEOUT = 30.0  # seconds that running requests get
-_LAST_WORDS = 5.0  # seconds in which handlers write what their requests ended with
-_ENGINE_GRACE = 10.0  # seconds beyond the drain before an engine that does not stop is left behind
+SHUTDOWN_TIMEOUT = 30.0  # seconds that running requests have to finish
+_HANDLER_TIMEOUT = 5.0  # seconds that handlers have after that to write the end of their responses
+_ENGINE_TIMEOUT = 10.0  # seconds after the shutdown timeout until the process exits without the engine
 
 
 class CannotListen(Exception):
-    """The address cannot be had; the message says which and why."""
+    """The server cannot listen on the address; the message has the address and the reason."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening: until the model is there, connections are refused.
+    """A socket bound to the address, but not listening: connections are refused until the model is loaded.
 
-    Bound before the model is loaded, so that a port in use is found at once and not after minutes.
+    Bind before loading the model, so that a port in use is an error at once and not after minutes.
 
     Args:
-        host: a name or an address; of several addresses the first is taken.
-        port: 0 takes a free one.
+        host: host name or address; if a name has several addresses, the first is used.
+        port: port number; 0 for any free port.
 
     Raises:
-        CannotListen: the port is in use, or the address is not this machine's.
+        CannotListen: the port is in use, or the address does not belong to this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -48,17 +48,17 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # do not wait for old connections on a restart
         sock.bind(address)
     except OSError as error:
         sock.close()
-        hint = "; stop what listens there or choose another --port (0 takes a free one)" if port else ""
+        hint = "; stop the process that listens there or choose another --port (0 for any free port)" if port else ""
         raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from None
     return sock
 
 
 def url(sock: socket.socket) -> str:
-    """Where a browser on this machine finds the socket."""
+    """URL of the socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -73,14 +73,16 @@ def run_server(
 ) -> int:
     """Loads the model, serves until SIGTERM or SIGINT, and returns the process's exit code.
 
-    On the first signal new requests get a 503, and running ones have `shutdown_timeout` seconds to finish; what is left
-    then gets an error event (or a 503). A second signal ends the process at once, with 128 + its number.
+    After the first signal, new requests get a 503 and running ones have `shutdown_timeout` seconds to finish. Requests
+    that are still running then get an error event, or a 503 if they are not streamed. A second signal ends the process
+    at once, with the exit code 128 + signal number.
 
     Args:
         make_engine: builds the engine; called before the event loop runs.
-        make_app: the app over the started engine.
-        sock: from `bind`.
-        access_log: log a line for each request, those of probes and scrapers aside.
+        make_app: builds the app over the started engine.
+        sock: bound socket, from `bind`.
+        shutdown_timeout: seconds that running requests have to finish.
+        access_log: whether to log a line per request, except for probes and scrapers.
     """
     engine = make_engine()
     return asyncio.run(_serve(engine, make_app, sock, shutdown_timeout, access_log))
@@ -98,7 +100,7 @@ async def _serve(
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
-        shutdown_timeout=_LAST_WORDS,
+        shutdown_timeout=_HANDLER_TIMEOUT,
         access_log=logger if access_log else None,
         access_log_class=_AccessLogger,
     )
@@ -106,7 +108,7 @@ async def _serve(
     stop = _signal_event()
     try:
         await web.SockSite(runner, sock, backlog=1024).start()
-    except OSError as error:  # somebody else bound it while we were loading, and listens already
+    except OSError as error:  # while the model was loading, another process bound the port and listens
         await runner.cleanup()
         await engine.stop(drain_seconds=0)
         raise CannotListen(f"cannot listen on {url(sock)}: {error.strerror or error}") from None
@@ -116,35 +118,35 @@ async def _serve(
     logger.info("shutting down: running requests have %g s to finish", shutdown_timeout)
     code = 0
     try:
-        async with asyncio.timeout(shutdown_timeout + _ENGINE_GRACE):
+        async with asyncio.timeout(shutdown_timeout + _ENGINE_TIMEOUT):
             await engine.stop(drain_seconds=shutdown_timeout)
     except TimeoutError:
-        logger.error("the engine did not stop within %g s more; leaving it behind", _ENGINE_GRACE)
+        logger.error("the engine did not stop within another %g s; exiting without it", _ENGINE_TIMEOUT)
         code = 1
     await runner.cleanup()
     logger.info("stopped")
     if code:
-        _leave(code)  # its thread would keep the process alive
+        _exit(code)  # the engine's thread would keep the process alive
     return code
 
 
 class _AccessLogger(AbstractAccessLogger):
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         if request.path not in OPEN_PATHS:
-            name = response.headers.get("X-Request-Id")
-            what = f"{request.method} {request.path!r}"
-            self.logger.info("%s %s: %d in %.3f s (%s)", request.remote, what, response.status, time, name)
+            request_id = response.headers.get("X-Request-Id")
+            route = f"{request.method} {request.path!r}"
+            self.logger.info("%s %s: %d in %.3f s (%s)", request.remote, route, response.status, time, request_id)
 
 
 def _signal_event() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process."""
+    """An event that the first SIGTERM or SIGINT sets; the second signal ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
         if stop.is_set():
-            logger.warning("second signal: leaving at once")
-            _leave(128 + number)
+            logger.warning("second signal: exiting at once")
+            _exit(128 + number)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,6 +154,6 @@ def _signal_event() -> asyncio.Event:
     return stop
 
 
-def _leave(code: int) -> None:
+def _exit(code: int) -> None:
     logging.shutdown()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Log-probabilities in the three shapes that clients know.
+"""Log-probabilities in the three formats of the API.
 
-They are of the model itself, before temperature, penalties and cut-offs, and always finite: what a JSON number cannot
-hold is written as FLOOR.
+They are those of the model, before temperature, penalties and cut-offs, and always finite: a value that JSON cannot
+represent becomes FLOOR.
 """
 
 import math
@@ -21,11 +21,11 @@ from serving.http.response_models import (
 if TYPE_CHECKING:
     from omni_jax.inputs import Tokenizer
 
-FLOOR = -9999.0  # OpenAI's own
+FLOOR = -9999.0  # as in OpenAI
 
 
 def chat_logprobs(tokenizer: "Tokenizer", logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
-    """The chosen tokens; the alternatives stand beside them, also where the chosen one is not among them."""
+    """OpenAI's chat format: each chosen token with its alternatives, which may not include it."""
 
     def entry(token: int, logprob: float) -> dict:
         return {
@@ -45,11 +45,11 @@ def chat_logprobs(tokenizer: "Tokenizer", logprobs: Iterable[TokenLogprob]) -> C
 def completion_logprobs(
     tokenizer: "Tokenizer", logprobs: Sequence[TokenLogprob], *, top: int, offset: int = 0
 ) -> CompletionLogprobs:
-    """OpenAI's older shape: parallel lists.
+    """OpenAI's completions format: parallel lists.
 
     Args:
-        top: alternatives to show; the chosen token is always shown, too.
-        offset: characters that come before the text the logprobs belong to.
+        top: number of alternatives; the chosen token is always added to them.
+        offset: number of characters before the text that the logprobs belong to.
     """
     return CompletionLogprobs(
         tokens=[_name(tokenizer, item.token_id) for item in logprobs],
@@ -67,7 +67,7 @@ def echoed_logprobs(
     top: int,
     skip_special_tokens: bool = True,
 ) -> CompletionLogprobs:
-    """The prompt's tokens in the same shape. The first has no logprob: nothing came before it."""
+    """The prompt's tokens in the completions format. The first token has no logprob, because nothing precedes it."""
     decoder, length, offsets = tokenizer.stream(skip_special_tokens=skip_special_tokens), 0, []
     for token in prompt_ids:
         offsets.append(length)
@@ -92,7 +92,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 def prompt_logprobs(
     tokenizer: "Tokenizer", logprobs: Sequence[TokenLogprob | None] | None, *, top: int
 ) -> PromptLogprobs:
-    """vLLM's shape: for each prompt token, token id -> its logprob and text; the actual token is always there."""
+    """vLLM's format: for each prompt token, token id -> logprob and text; always includes the actual token."""
     return [
         None
         if item is None
@@ -112,7 +112,7 @@ def _alternatives(tokenizer: "Tokenizer", item: TokenLogprob, top: int) -> dict[
 
 
 def _name(tokenizer: "Tokenizer", token: int) -> str:
-    """The token's text, or its bytes where they are only part of a character: such tokens must not share one name."""
+    """The token's text, or its bytes if they are part of a character: such tokens all have the same text."""
     text = tokenizer.token_text(token)
     if "\ufffd" not in text:
         return text

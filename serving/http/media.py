@@ -1,22 +1,20 @@
-"""Where the bytes of an image or a video come from: http(s) URLs, data: URIs, and files under one allowed directory.
+"""Fetches images and videos from http(s) URLs, data: URIs and files in one allowed directory.
 
-A client names what is fetched, so nothing here trusts a name. The address is checked where a socket is made for it, so
-the checked address is the dialled one whatever the URL spelt and whatever a resolver says the next time; every hop of a
-redirect goes the same way. No message holds more of what was sent than a host's name.
+Clients choose the sources, so no source is trusted. An IP address is checked when its socket is created: the checked
+address is the one connected to, however the URL spells it and whatever a resolver returns next time. This holds for
+every redirect. Error messages quote nothing of a source but its host name.
 """
 
 import asyncio
 import binascii
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import ipaddress
-import json
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes
@@ -26,104 +24,36 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from omni_jax.requests import InvalidRequest
+from serving.http.settings import MediaAccessSettings
 
-MODALITIES = ("image", "video")
-DEFAULT_LIMITS: Mapping[str, int] = {"image": 16, "video": 1}  # parts in a request
-MAX_CONNECTIONS = 256  # of the whole server
+MAX_CONNECTIONS = 256  # of the server
 
-_RESOLVER_THREADS = 32  # of their own: a name that hangs must hold up nobody else's work
+_RESOLVER_THREADS = 32  # a separate pool, so that slow name servers delay no other work
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):")
-_PLAIN = re.compile(r"[\x21-\x7e]+")  # a URL that needs no encoding, and whose signature would not survive one
-_MAX_URL = 8192  # characters
+_ENCODED = re.compile(r"[\x21-\x7e]+")  # a URL that is already encoded; encoding it again could break its signature
+_MAX_URL_LENGTH = 8192  # characters
 _MAX_DATA_HEADER = 1024  # characters before the comma of a data: URI
-_MAX_ESCAPES = 1_000_000  # %XX in a data: URI; each costs a step in Python
-_CHUNK = 2**18  # characters decoded at a time; between two, other threads get their turn
+_MAX_ESCAPES = 1_000_000  # %XX in a data: URI; each takes a step in Python
+_CHUNK = 2**18  # characters decoded at once, so that other threads can run in between
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaPolicy:
-    """What may be fetched, and how much of it.
-
-    Attributes:
-        allowed_domains: host names that may be asked, each exactly as it stands (no subdomains), on every hop of a
-            redirect; none is no limit. An allowed name with a private address needs allow_private_addresses as well.
-        allowed_local_path: directory whose files may be read; None reads none.
-        allow_private_addresses: also dial addresses that are not on the public internet.
-        timeout: seconds for one item in all, redirects included.
-        max_bytes: of one item.
-        max_redirects: followed for one item.
-    """
-
-    allowed_domains: tuple[str, ...] = ()
-    allowed_local_path: Path | None = None
-    allow_private_addresses: bool = False
-    timeout: float = 5.0
-    max_bytes: int = 64 * 2**20
-    max_redirects: int = 5
-
-    def __post_init__(self):
-        object.__setattr__(self, "allowed_domains", tuple(map(_domain, self.allowed_domains)))
-        if self.allowed_local_path is not None:
-            real = Path(os.path.realpath(self.allowed_local_path))
-            if not real.is_dir():
-                raise ValueError(f"the allowed local media path must be a directory, got {self.allowed_local_path}")
-            object.__setattr__(self, "allowed_local_path", real)
-        if not 0 < self.timeout < float("inf"):
-            raise ValueError(f"the media timeout must be a positive number of seconds, got {self.timeout}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaOptions:
-    """How a server deals with images and videos.
-
-    Attributes:
-        policy: what may be fetched.
-        limits: parts of each modality in one request, at most; a modality that is not named has its default.
-        allow_mm_processor_kwargs: whether requests may set min_pixels, max_pixels, fps and num_frames.
-    """
-
-    policy: MediaPolicy = dataclasses.field(default_factory=MediaPolicy)
-    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    allow_mm_processor_kwargs: bool = False
-
-    def __post_init__(self):
-        for name, limit in self.limits.items():
-            if name not in MODALITIES or type(limit) is not int or limit < 0:
-                raise ValueError(f"a media limit is 'image' or 'video' and a number from 0, got {name!r}: {limit!r}")
-        object.__setattr__(self, "limits", {**DEFAULT_LIMITS, **self.limits})
-
-
-def parse_limits(text: str) -> dict[str, int]:
-    """What --limit-mm-per-prompt says: `image=4,video=1`, or as vLLM has it `{"image": 4, "video": 1}`.
-
-    Raises ValueError for anything else; MediaOptions checks names and numbers.
-    """
-    try:
-        if text.lstrip().startswith("{"):
-            return json.loads(text)
-        return {name.strip(): int(count) for name, count in (pair.split("=") for pair in text.split(","))}
-    except ValueError:
-        raise ValueError(f'media limits are image=4,video=1 or {{"image": 4, "video": 1}}, got {text!r}') from None
-
-
 @contextlib.asynccontextmanager
 async def open_session(
-    policy: MediaPolicy, resolver: AbstractResolver | None = None
+    access: MediaAccessSettings, resolver: AbstractResolver | None = None
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session that can dial only what the policy allows. No proxy, netrc or cookie is used, whatever the environment
-    says.
+    """A session that connects only to addresses that `access` allows. It ignores proxies, netrc and cookies.
 
     Args:
-        resolver: names to addresses; by default the system's, in threads of its own.
+        resolver: resolves host names. Default: the system's resolver in a separate thread pool.
     """
-    names = resolver or _Resolver()
+    resolver = resolver or _SystemResolver()
     connector = aiohttp.TCPConnector(
-        resolver=names,
-        socket_factory=functools.partial(_checked_socket, policy),
+        resolver=resolver,
+        socket_factory=functools.partial(_checked_socket, access),
         limit=MAX_CONNECTIONS,
         use_dns_cache=False,
     )
@@ -131,59 +61,62 @@ async def open_session(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
-        auto_decompress=False,  # the byte limit counts what comes over the wire, and images are compressed already
-        timeout=aiohttp.ClientTimeout(total=None),  # fetch has its own, over all hops
+        auto_decompress=False,  # images are compressed anyway, and the size limit counts received bytes
+        timeout=aiohttp.ClientTimeout(total=None),  # fetch has its own, which covers redirects
         headers={"Accept-Encoding": "identity", "User-Agent": f"omni-jax/{importlib.metadata.version('omni-jax')}"},
     ) as session:
         try:
             yield session
         finally:
-            await names.close()
+            await resolver.close()
 
 
 async def fetch(
-    source: str, policy: MediaPolicy, session: aiohttp.ClientSession, pool: Executor | None = None
+    source: str, access: MediaAccessSettings, session: aiohttp.ClientSession, pool: Executor | None = None
 ) -> bytes:
-    """The bytes that `source` names. Nothing is tried again, but for what aiohttp repeats once: a request whose
-    connection was dropped before a byte of the answer.
+    """The bytes of an image or a video.
+
+    Nothing is retried, except by aiohttp, which repeats a request once if the connection closes before the response.
 
     Args:
-        source: an http(s) URL; a data: URI; a file:// URL or a path (absolute, or relative to the allowed directory).
-        session: from `open_session` with the same policy.
-        pool: where data: URIs are decoded and files read; by default the loop's own threads.
+        source: http(s) URL; data: URI; file:// URL; or path, absolute or relative to the allowed directory.
+        session: from `open_session` with the same `access`.
+        pool: threads that decode data: URIs and read files. Default: the event loop's.
 
     Raises:
-        InvalidRequest: the source is not allowed, cannot be had, is too large or takes too long. The message says
-            which, and begins with no name of the part: the caller puts that before it.
+        InvalidRequest: the source is not allowed, not available, too large or too slow. The message does not name the
+            part of the request; the caller adds that.
     """
     source = source.strip()
     if _scheme(source) not in ("http", "https"):
-        return await asyncio.get_running_loop().run_in_executor(pool, read, source, policy)
+        return await asyncio.get_running_loop().run_in_executor(pool, read, source, access)
     url = _url(source)
     try:
-        async with asyncio.timeout(policy.timeout):
-            return await _download(url, policy, session)
+        async with asyncio.timeout(access.media_timeout):
+            return await _download(url, access, session)
     except TimeoutError:
-        limit = f"{policy.timeout:g} s that an item may take"
-        raise InvalidRequest(f"{_shown(url.host)} did not deliver within the {limit}") from None
+        limit = f"{access.media_timeout:g} s that an item may take"
+        raise InvalidRequest(f"{_quoted_host(url.host)} did not respond in full within the {limit}") from None
 
 
-def read(source: str, policy: MediaPolicy) -> bytes:
-    """The bytes of a data: URI or a local file; `fetch` without a network."""
+def read(source: str, access: MediaAccessSettings) -> bytes:
+    """The bytes of a data: URI or a local file; the part of `fetch` that needs no network."""
     scheme = _scheme(source)
     if scheme == "data":
         data = _decode_data(source)
-        if len(data) > policy.max_bytes:
-            raise InvalidRequest(f"the data: URI holds {len(data)} bytes; at most {policy.max_bytes} are read")
+        if len(data) > access.max_media_bytes:
+            raise InvalidRequest(f"the data: URI has {len(data)} bytes; at most {access.max_media_bytes} are allowed")
         return data
     if scheme in (None, "file"):
-        return _read_file(_local_path(source) if scheme else source, policy)
-    raise InvalidRequest(f"URLs of the scheme {scheme!a} are not fetched; give an http(s) URL or a data: URI")
+        return _read_file(_local_path(source) if scheme else source, access)
+    raise InvalidRequest(f"URLs with the scheme {scheme!a} are not supported; use an http(s) URL or a data: URI")
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the public internet: global unicast, and the same of an IPv4 address that an
-    IPv6 one stands for (mapped, 6to4, NAT64)."""
+    """Whether an IP address is on the public internet, that is, global unicast.
+
+    For an IPv6 address that contains an IPv4 address (mapped, 6to4, NAT64), that one is checked.
+    """
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour
@@ -200,19 +133,19 @@ def is_public(address: str) -> bool:
 
 
 class _NotPublic(OSError):
-    """The address is not to be dialled."""
+    """The address is not on the public internet."""
 
 
-def _checked_socket(policy: MediaPolicy, addr_info: tuple) -> socket.socket:
-    """The one place where sockets come from: the address in hand is the one that is dialled next."""
+def _checked_socket(access: MediaAccessSettings, addr_info: tuple) -> socket.socket:
+    """Creates all sockets, and checks the address that the socket is about to connect to."""
     family, kind, protocol, _, address = addr_info
-    if not (policy.allow_private_addresses or is_public(address[0])):
+    if not (access.allow_private_media_addresses or is_public(address[0])):
         raise _NotPublic("not a public address")
     return socket.socket(family, kind, protocol)
 
 
-class _Resolver(AbstractResolver):
-    """The system's resolver, in threads of its own."""
+class _SystemResolver(AbstractResolver):
+    """The system's resolver in a separate thread pool."""
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(_RESOLVER_THREADS, thread_name_prefix="resolve")
@@ -220,11 +153,11 @@ class _Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        look_up = functools.partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, look_up)
-        same = {"hostname": host, "port": port, "flags": socket.AI_NUMERICHOST}
+        lookup = functools.partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, lookup)
+        common = {"hostname": host, "port": port, "flags": socket.AI_NUMERICHOST}
         return [
-            ResolveResult(host=str(address[0]), family=kind, proto=protocol, **same)
+            ResolveResult(host=str(address[0]), family=kind, proto=protocol, **common)
             for kind, _, protocol, _, address in found
         ]
 
@@ -232,24 +165,26 @@ class _Resolver(AbstractResolver):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def _download(url: URL, policy: MediaPolicy, session: aiohttp.ClientSession) -> bytes:
-    for _ in range(policy.max_redirects + 1):
-        _check(url, policy)
+async def _download(url: URL, access: MediaAccessSettings, session: aiohttp.ClientSession) -> bytes:
+    for _ in range(access.max_media_redirects + 1):
+        _check_url(url, access)
         try:
             async with session.get(url, allow_redirects=False) as response:
                 if response.status == 200:
-                    return await _body(response, policy.max_bytes)
+                    return await _body(response, access.max_media_bytes)
                 location = response.headers.get("Location")
                 if response.status not in _REDIRECTS or location is None:
-                    raise InvalidRequest(f"{_shown(url.host)} answered with status {response.status}")
-        except (aiohttp.ClientError, OSError, UnicodeError) as error:  # UnicodeError: a host that no name can have
+                    raise InvalidRequest(f"{_quoted_host(url.host)} responded with status {response.status}")
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             raise InvalidRequest(_reason(error, url)) from None
         url = _url(location, base=url)
-    raise InvalidRequest(f"{_shown(url.host)} is one redirect more than the {policy.max_redirects} that are followed")
+    raise InvalidRequest(f"{_quoted_host(url.host)} exceeds the limit of {access.max_media_redirects} redirects")
 
 
 async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    too_large = InvalidRequest(f"{_shown(response.url.host)} sent more than the {limit} bytes an item may have")
+    too_large = InvalidRequest(
+        f"{_quoted_host(response.url.host)} sent more than the {limit} bytes that an item may have"
+    )
     if (response.content_length or 0) > limit:
         raise too_large
     body = bytearray()
@@ -261,65 +196,51 @@ async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 def _url(text: str, base: URL | None = None) -> URL:
-    """A URL as it was written: encoding it anew would break signed ones."""
-    if len(text) > _MAX_URL:
-        raise InvalidRequest(f"the URL has {len(text)} characters; at most {_MAX_URL} are read")
+    """Parses a URL without encoding it again, which would break signed URLs."""
+    if len(text) > _MAX_URL_LENGTH:
+        raise InvalidRequest(f"the URL has {len(text)} characters; at most {_MAX_URL_LENGTH} are allowed")
     text = text.strip()
     try:
-        url = URL(text, encoded=_PLAIN.fullmatch(text) is not None)
+        url = URL(text, encoded=_ENCODED.fullmatch(text) is not None)
         url = url if base is None else base.join(url)
-        _ = url.raw_host, url.port  # parsed when they are asked for
+        _ = url.raw_host, url.port  # raise ValueError if invalid
         return url
     except ValueError:
-        what = "the URL is" if base is None else f"{_shown(base.host)} redirected to what is"
-        raise InvalidRequest(f"{what} not a valid URL") from None
+        raise InvalidRequest(
+            "the URL is not valid" if base is None else f"{_quoted_host(base.host)} redirected to an invalid URL"
+        ) from None
 
 
-def _check(url: URL, policy: MediaPolicy) -> None:
-    if url.scheme not in ("http", "https"):  # of a redirect
-        raise InvalidRequest(f"a redirect to the scheme {url.scheme[:31]!a} is not followed, only to http and https")
+def _check_url(url: URL, access: MediaAccessSettings) -> None:
+    if url.scheme not in ("http", "https"):  # after a redirect
+        raise InvalidRequest(f"redirects to the scheme {url.scheme[:31]!a} are not followed, only to http and https")
     if not url.raw_host:
-        raise InvalidRequest("the URL names no host")
+        raise InvalidRequest("the URL has no host")
     if url.raw_user is not None or url.raw_password is not None:
-        raise InvalidRequest("a URL with credentials (user@host) is not fetched")
-    if policy.allowed_domains and url.raw_host.lower().rstrip(".") not in policy.allowed_domains:
-        raise InvalidRequest(f"{_shown(url.host)} is not among the domains this server fetches from")
-
-
-def _domain(given: str) -> str:
-    """A host name in the one form it is compared in; ValueError for anything else, such as a URL."""
-    with contextlib.suppress(ValueError):
-        name = URL.build(scheme="http", host=given.strip().rstrip(".")).raw_host
-        if name and not re.search(r"[\s/@*%]", name) and (":" not in name or _is_address(name)):
-            return name.lower()
-    raise ValueError(f"an allowed media domain must be a host name such as images.example.com, got {given!r}")
-
-
-def _is_address(name: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(name))
-    return False
+        raise InvalidRequest("URLs with credentials (user@host) are not allowed")
+    if access.allowed_media_domains and url.raw_host.lower().rstrip(".") not in access.allowed_media_domains:
+        raise InvalidRequest(f"{_quoted_host(url.host)} is not among the domains this server fetches from")
 
 
 def _reason(error: Exception, url: URL) -> str:
-    """What a client is told about a hop that failed."""
+    """The error message for a failed request."""
     match error:
         case aiohttp.ClientConnectorDNSError():
-            what = "cannot be resolved"
+            problem = "cannot be resolved"
         case aiohttp.ClientConnectorError(os_error=_NotPublic()):
-            what = "is not on the public internet, and this server fetches only from there"
+            problem = "is not on the public internet, and this server fetches only from there"
         case aiohttp.ClientSSLError():
-            what = "speaks no TLS, or has no valid certificate"
+            problem = "has no TLS or no valid certificate"
         case aiohttp.ClientConnectorError():
-            what = "cannot be reached"
+            problem = "cannot be reached"
         case aiohttp.InvalidURL() | UnicodeError():
-            what = "is not a valid host of a URL"
+            problem = "is not a valid host name"
         case _:
-            what = "broke off, or sent what is not HTTP"
-    return f"{_shown(url.host)} {what}"
+            problem = "closed the connection early or did not send valid HTTP"
+    return f"{_quoted_host(url.host)} {problem}"
 
 
-def _shown(host: str | None) -> str:
+def _quoted_host(host: str | None) -> str:
     return f"the host {(host or '')[:100]!a}"
 
 
@@ -334,8 +255,8 @@ def _scheme(source: str) -> str | None:
 def _decode_data(source: str) -> bytes:
     comma = source.find(",", 0, _MAX_DATA_HEADER)
     if comma < 0:
-        raise InvalidRequest("the data: URI has no comma between its type and its data")
-    # What it says of its type is not read: the bytes say it better.
+        raise InvalidRequest("the data: URI has no comma between its media type and its data")
+    # The media type is ignored: the type is detected from the bytes.
     header, payload = source[len("data:") : comma], source[comma + 1 :]
     if payload.count("%") > _MAX_ESCAPES:
         raise InvalidRequest(f"the data: URI has more than {_MAX_ESCAPES} percent escapes; send it as base64")
@@ -349,48 +270,48 @@ def _decode_data(source: str) -> bytes:
 
 
 def _decode_base64(text: str) -> bytes:
-    """Base64 as people send it: with white space or none, padded or not, in the usual alphabet or the URL-safe one."""
+    """Decodes base64 with or without white space and padding, in the standard or the URL-safe alphabet."""
     text = text.rstrip("= \t\r\n\f\v")
     data, rest = bytearray(), b""
     try:
         for start in range(0, len(text), _CHUNK):
             rest += text[start : start + _CHUNK].encode("ascii").translate(_URL_SAFE, b" \t\r\n\f\v")
-            if b"=" in rest:  # padding inside
+            if b"=" in rest:  # padding before the end
                 raise ValueError
             whole = len(rest) // 4 * 4
             data += binascii.a2b_base64(rest[:whole], strict_mode=True)
             rest = rest[whole:]
         data += binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)
-    except ValueError:  # binascii.Error and UnicodeEncodeError are such
+    except ValueError:  # includes binascii.Error and UnicodeEncodeError
         raise InvalidRequest("the data: URI is not valid base64") from None
     return bytes(data)
 
 
 def _local_path(url: str) -> str:
-    """The path of a file: URL."""
+    """The path in a file: URL."""
     host, slash, path = url[len("file:") :].removeprefix("//").partition("/")
     if not url.startswith("//", len("file:")) or host.lower() not in ("", "localhost") or not slash:
-        raise InvalidRequest("a file: URL must be file:/// and an absolute path")
+        raise InvalidRequest("a file: URL must be file:/// followed by an absolute path")
     return "/" + unquote(path, errors="surrogateescape")
 
 
-def _read_file(path: str, policy: MediaPolicy) -> bytes:
-    root = policy.allowed_local_path
+def _read_file(path: str, access: MediaAccessSettings) -> bytes:
+    root = access.allowed_local_media_path
     if root is None:
-        raise InvalidRequest("local files are not read by this server; give an http(s) URL or a data: URI")
+        raise InvalidRequest("local files are not allowed by this server; use an http(s) URL or a data: URI")
     data = None
     with contextlib.suppress(OSError, ValueError):  # ValueError: a NUL in the path
         real = Path(os.path.realpath(root / path))
-        if real.is_relative_to(root) and real.is_file():  # no directory, and no pipe to wait on
-            with open(real, "rb", opener=_open_as_it_is) as file:
-                data = file.read(policy.max_bytes + 1)
-    if data is None:  # one message for all reasons: it must not tell which files there are
+        if real.is_relative_to(root) and real.is_file():  # not a directory, nor a pipe, which could block
+            with open(real, "rb", opener=_open_without_links) as file:
+                data = file.read(access.max_media_bytes + 1)
+    if data is None:  # one message for all reasons, so that it does not reveal which files exist
         raise InvalidRequest("the local file cannot be read: it must be a file in the directory this server allows")
-    if len(data) > policy.max_bytes:
-        raise InvalidRequest(f"the local file has more than the {policy.max_bytes} bytes an item may have")
+    if len(data) > access.max_media_bytes:
+        raise InvalidRequest(f"the local file has more than the {access.max_media_bytes} bytes that an item may have")
     return data
 
 
-def _open_as_it_is(path: str, flags: int) -> int:
-    """Links were resolved before; one that appears since is not followed, and nothing makes the caller wait."""
+def _open_without_links(path: str, flags: int) -> int:
+    """Opens a resolved path. Follows no link created since then, and does not block."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

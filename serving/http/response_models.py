@@ -1,4 +1,4 @@
-"""Responses of the OpenAI protocol. Only fields that were set are written: absent and null differ here."""
+"""Models of the API responses. Only fields that were set are serialized, because absent and null differ."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """prompt_tokens_details is always there, as OpenAI has it, and says 0 without a prefix cache."""
+    """Token counts. As in OpenAI, prompt_tokens_details is always present; without a prefix cache it is 0."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -18,13 +18,13 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-    )
+class ResponseHead(BaseModel):
+    """Fields with which a response and each chunk of a stream begin."""
+
+    id: str
+    object: str
+    created: int
+    model: str
 
 
 class TopLogprob(BaseModel):
@@ -62,11 +62,7 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None
 
 
-class ChatCompletion(BaseModel):
-    id: str
-    object: str
-    created: int
-    model: str
+class ChatCompletion(ResponseHead):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
@@ -85,11 +81,7 @@ class ChatChunkChoice(BaseModel):
     stop_reason: int | str | None = None
 
 
-class ChatChunk(BaseModel):
-    id: str
-    object: str
-    created: int
-    model: str
+class ChatChunk(ResponseHead):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -102,7 +94,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """A whole choice, or in a stream what was added to it."""
+    """A whole choice, or an addition to it in a stream."""
 
     index: int
     text: str
@@ -112,13 +104,9 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class CompletionResponse(BaseModel):
-    """A whole completion, or one chunk of a stream."""
+class CompletionResponse(ResponseHead):
+    """A whole response, or a chunk of a stream."""
 
-    id: str
-    object: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 

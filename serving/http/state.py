@@ -1,4 +1,4 @@
-"""What the handlers of one app share."""
+"""State that the handlers of one app share."""
 
 import asyncio
 import dataclasses
@@ -10,11 +10,11 @@ import aiohttp
 from aiohttp import web
 
 from serving.http.errors import ApiError
-from serving.http.media import MediaOptions
 from serving.http.metrics import Metrics
-from serving.http.segment_options import Cutter
+from serving.http.prompt_cutter import PromptCutter
+from serving.http.settings import MediaAccessSettings, MediaSettings
 
-if TYPE_CHECKING:  # the engine brings JAX with it; a fake one in tests does not
+if TYPE_CHECKING:  # imports JAX, which tests with a fake engine do not need
     from omni_jax.engine.async_engine import AsyncEngine
 
 T = TypeVar("T")
@@ -22,47 +22,53 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(kw_only=True)
 class Server:
-    """What the handlers of one app share.
+    """State that the handlers of one app share.
 
     Attributes:
-        engine: where requests go.
-        names: the model's names; a request may use any, the first stands for it in responses that name none.
-        max_body_size: bytes.
-        metrics: what /metrics shows.
+        engine: runs the requests.
+        names: model names that requests may use; responses to requests that name none have the first.
+        max_body_size: maximum size of a request body in bytes.
+        metrics: for /metrics.
         cutter: cuts prompts into segments.
-        media: what may be fetched, and how many images and videos a request may have.
-        pool: threads for text work, which can take long for a long prompt and must not hold up the event loop.
-        media_pool: threads that decode images and videos; text does not wait for them.
+        media: limits of images and videos.
+        access: where images and videos may be fetched from.
+        text_pool: threads for work on text, which takes too long for the event loop if a prompt is long.
+        media_pool: threads that decode images and videos, so that text does not wait for them.
         created: Unix seconds of the start.
-        draining: set on shutdown: no new requests.
-        session: what media are fetched with, while the app runs.
+        draining: whether the server is shutting down and rejects new requests.
+        session: HTTP session that fetches media; set while the app runs.
     """
 
     engine: "AsyncEngine"
     names: tuple[str, ...]
     max_body_size: int
     metrics: Metrics
-    cutter: Cutter
-    media: MediaOptions
-    pool: ThreadPoolExecutor
+    cutter: PromptCutter
+    media: MediaSettings
+    access: MediaAccessSettings
+    text_pool: ThreadPoolExecutor
     media_pool: ThreadPoolExecutor
     created: int
     draining: bool = False
     session: aiohttp.ClientSession | None = None
 
-    def model_name(self, asked: str | None) -> str:
-        """The name to answer under; a 404 when the model asked for is not served here."""
-        if asked is None:
+    def model_name(self, requested: str | None) -> str:
+        """The model name for the response. Raises ApiError 404 if the server does not serve the requested model."""
+        if requested is None:
             return self.names[0]
-        if asked not in self.names:
+        if requested not in self.names:
             served = ", ".join(repr(name) for name in self.names)
-            raise ApiError(404, f"the model {asked[:200]!r} does not exist; this server has {served}", param="model")
-        return asked
+            raise ApiError(
+                404, f"the model {requested[:200]!r} does not exist; this server has {served}", param="model"
+            )
+        return requested
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+        """Runs work on text in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.text_pool, function, *args)
 
     async def in_media_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs work on images and videos in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.media_pool, function, *args)
 
 

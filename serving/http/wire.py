@@ -1,4 +1,4 @@
-"""Bytes in and out: reading a JSON body, writing JSON and server-sent events."""
+"""HTTP bodies: reading JSON, writing JSON and server-sent events."""
 
 import contextlib
 import logging
@@ -11,7 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from omni_jax.requests import InvalidRequest
-from serving.http.errors import REQUEST_ID, ApiError, describe
+from serving.http.errors import REQUEST_ID, ApiError, to_api_error
 from serving.http.state import SERVER
 
 logger = logging.getLogger(__name__)
@@ -20,14 +20,19 @@ _HEADER_SAFE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The raw body of a POST, once its type and size are acceptable."""
+    """The raw body of a POST.
+
+    Raises:
+        InvalidRequest: the Content-Type is not JSON.
+        ApiError: 413, the body is too large.
+    """
     if request.content_type != "application/json":
         given = request.headers.get("Content-Type", "nothing")[:100]
         raise InvalidRequest(f"Content-Type must be application/json, got {given!a}")
     limit = request.app[SERVER].max_body_size
-    if (request.content_length or 0) > limit:  # known before a byte of it is read
-        raise ApiError(413, f"the body has {request.content_length} bytes; this server accepts {limit}")
-    body = bytearray()  # not request.read(), which would hold the images in it as long as the answer takes
+    if (request.content_length or 0) > limit:  # before reading any of it
+        raise ApiError(413, f"the body has {request.content_length} bytes; this server accepts at most {limit}")
+    body = bytearray()  # not request.read(), which keeps the body, with its images, until the response ends
     async for piece in request.content.iter_any():
         body += piece
         if len(body) > limit:
@@ -41,26 +46,26 @@ def header_safe(name: str | None) -> TypeGuard[str]:
 
 
 def new_id(prefix: str) -> str:
-    """A name no other request has, whatever ids clients send."""
+    """A unique id, independent of ids that clients send."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def json_response(model: BaseModel) -> web.Response:
-    """Needs no event loop: a large one is made in a thread."""
+    """A JSON response. May run in a thread, because a large one takes long to serialize."""
     return web.Response(text=model.model_dump_json(exclude_unset=True), content_type="application/json")
 
 
 async def serve_events(request: web.Request, events: AsyncGenerator[BaseModel, None]) -> web.StreamResponse:
     """Sends each event as `data: {json}`, then `data: [DONE]`.
 
-    A fault after the headers is one last `data: {"error": ...}` event, and the response ends there: [DONE] does not
-    follow it, since that means that the answer is whole. A slow reader holds back only its own stream.
+    An error after the headers becomes a last `data: {"error": ...}` event without [DONE], which would mean that the
+    response is complete. A slow client delays only its own stream.
     """
     response = web.StreamResponse(
         headers={
             "Content-Type": "text/event-stream; charset=utf-8",
             "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # or nginx collects the events
+            "X-Accel-Buffering": "no",  # otherwise nginx buffers the events
         }
     )
     await response.prepare(request)
@@ -70,10 +75,10 @@ async def serve_events(request: web.Request, events: AsyncGenerator[BaseModel, N
                 await response.write(b"data: %b\n\n" % event.model_dump_json(exclude_unset=True).encode())
         await response.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
-        logger.debug("request %s: the client left", request[REQUEST_ID])
+        logger.debug("request %s: the client disconnected", request[REQUEST_ID])
         return response
-    except Exception as error:  # noqa: BLE001 - the boundary once the headers are out: logged and told to the client
+    except Exception as error:  # noqa: BLE001 - the request boundary after the headers: logged and sent to the client
         with contextlib.suppress(ConnectionResetError):
-            await response.write(b"data: %b\n\n" % describe(error, request[REQUEST_ID]).body().encode())
+            await response.write(b"data: %b\n\n" % to_api_error(error, request[REQUEST_ID]).body().encode())
     await response.write_eof()
     return response

@@ -1,4 +1,4 @@
-"""The check that will run on a GPU for ten minutes: that it runs at all, and that nothing takes the rest along."""
+"""benchmarks.gpu_check: all code runs, and a failing section does not affect the others."""
 
 import json
 import sys
@@ -77,7 +77,7 @@ WRITES = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'facts': {'
         ("import time; time.sleep(60)", 1.5, "stopped after 2 s"),
     ],
 )
-def test_what_was_written_stays_however_a_section_ends(tmp_path, then, seconds, error):
+def test_written_figures_survive_the_end_of_a_section(tmp_path, then, seconds, error):
     file = tmp_path / "section.json"
     begin = time.monotonic()
     found = gpu_check.run_child([sys.executable, "-c", WRITES + then, str(file)], file, seconds)
@@ -85,12 +85,12 @@ def test_what_was_written_stays_however_a_section_ends(tmp_path, then, seconds, 
     assert time.monotonic() - begin < 30
 
 
-def test_a_section_that_wrote_nothing_is_empty(tmp_path):
+def test_a_section_without_a_file_is_empty(tmp_path):
     found = gpu_check.run_child([sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "none.json", 30)
     assert (found["facts"], found["rows"], found["error"]) == ({}, [], "exit code 1")
 
 
-def test_others_follow_one_that_fails_and_get_its_time(tmp_path, monkeypatch):
+def test_sections_after_a_failed_one_run_and_get_its_time(tmp_path, monkeypatch):
     shares = {}
 
     def run_child(command, file, seconds):
@@ -102,13 +102,12 @@ def test_others_follow_one_that_fails_and_get_its_time(tmp_path, monkeypatch):
     assert gpu_check.main(["--out", str(tmp_path), "--budget-s", "280"]) == 1
     assert list(shares) == list(gpu_check.SECTIONS)
     assert shares["ceilings"] == pytest.approx(20, abs=1)
-    assert shares["engine"] == pytest.approx(280, abs=5)  # nobody before it used any
+    assert shares["engine"] == pytest.approx(280, abs=5)  # earlier sections used none
     report = (tmp_path / "gpu_check.md").read_text()
-    assert report.count("It did not end well: exit code 1.") == 1
+    assert report.count("**Failed: exit code 1.**") == 1
 
 
-def test_what_a_section_raised_is_told(tmp_path, monkeypatch):
-    """A package that is not there, say."""
+def test_the_report_has_the_exception_of_a_section(tmp_path, monkeypatch):
     kind = gpu_check.Kind(share=1, function="benchmarks.no_such_module:run")
     monkeypatch.setitem(gpu_check.SECTIONS, "engine", kind)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
@@ -117,10 +116,10 @@ def test_what_a_section_raised_is_told(tmp_path, monkeypatch):
         gpu_check.main(["--child", "engine", "--out", str(tmp_path), "--scratch", str(tmp_path)])
     written = json.loads((tmp_path / "gpu_check.engine.json").read_text())
     report = markdown({"dry_run": False, "sections": {"engine": {**written, "error": "exit code 1"}}})
-    assert "did not end well: exit code 1; ModuleNotFoundError: No module named 'benchmarks.no_such_module'." in report
+    assert "**Failed: exit code 1; ModuleNotFoundError: No module named 'benchmarks.no_such_module'.**" in report
 
 
-def test_sections_are_chosen_and_a_wrong_one_is_a_usage_error(tmp_path, monkeypatch):
+def test_sections_can_be_chosen_and_unknown_ones_are_refused(tmp_path, monkeypatch):
     seen = []
 
     def run_child(command, file, seconds):
@@ -160,7 +159,7 @@ def section(*rows, **facts):
     return {"facts": facts, "rows": list(rows), "seconds": 1.0, "error": None}
 
 
-def test_targets_are_held_against_what_was_found():
+def test_targets_and_their_verdicts():
     sections = {
         "decode": section(
             attention("a", 0.9),
@@ -185,7 +184,7 @@ def test_targets_are_held_against_what_was_found():
     assert {row["verdict"] for row in targets({})} == {"not measured"}
 
 
-def test_a_report_of_what_went_wrong():
+def test_the_report_has_failures_errors_and_candidates():
     wrong = {"case": "head 64", "implementation": "triton", "failures": {"decode": "off by 1"}}
     candidate = attention("a", 0.5, table="candidates", settings={"key_tile": 32, "num_warps": 4})
     failed = {"table": "cases", "case": "b", "implementation": "mosaic", "settings": None, "error": "a | b\nc"}
@@ -193,7 +192,7 @@ def test_a_report_of_what_went_wrong():
     sections["decode"] |= {"error": "stopped after 9 s", "facts": {"left_out": ["cases of 8B"]}}
     report = markdown({"dry_run": False, "sections": sections})
     assert "| head 64 | triton | **wrong:** decode: off by 1 |" in report
-    assert "It did not end well: stopped after 9 s." in report
-    assert "Left out for want of time: cases of 8B." in report
+    assert "**Failed: stopped after 9 s.**" in report
+    assert "Left out for lack of time: cases of 8B." in report
     assert "| b | mosaic |  |  |  | a \\| b c |" in report
     assert "| a | key_tile 32, num_warps 4 | 10 | 3 | 0.5 |" in report

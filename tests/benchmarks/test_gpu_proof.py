@@ -1,5 +1,7 @@
-"""The command that proves GPU code without a GPU: what it lists, when a proof holds, and what it says where nothing can
-be compiled. What it proves is shown by `make gpu-proof`; that whole steps can fail, at the end, where the plugin is."""
+"""benchmarks.gpu_proof: lists, verdicts, processes, and the output if nothing can be compiled.
+
+`make gpu-proof` runs the proofs; the last test here needs the CUDA plugin.
+"""
 
 import dataclasses
 import json
@@ -39,42 +41,42 @@ CALLS = {"calls": {"paged_decode": 24, "write_kv": 24}, "layers": 24, "expected"
 
 
 class TestVerdicts:
-    def test_a_kernel_that_is_what_it_should_be(self):
+    def test_a_kernel_without_faults(self):
         assert kernel_faults(KERNEL, limit=166912, expected=EXPECTED) == ()
 
     @pytest.mark.parametrize(
         ("change", "fault"),
         [
             ({"spill_stores": 8, "spill_loads": 4}, "8 bytes of stores and 4 bytes of loads spill"),
-            ({"shared": 170000}, "170000 bytes of shared memory, a block may have 166912"),
+            ({"shared": 170000}, "170000 bytes of shared memory, expected at most 166912 a block"),
             ({"ptx": Counter({"ld.global.b32": 9, "mma.sync.x": 1})}, "no cp.async instruction"),
             ({"ptx": Counter({"fma.rn.f32": 9, "cp.async.cg.shared.global": 1})}, "no mma instruction"),
             ({"losses": ("wgmma.mma_async instructions are serialized",)}, "are serialized"),
         ],
     )
-    def test_a_kernel_that_is_not(self, change, fault):
+    def test_faults_of_a_kernel(self, change, fault):
         (found,) = kernel_faults(dataclasses.replace(KERNEL, **change), limit=166912, expected=EXPECTED)
         assert fault in found
 
-    def test_a_step_that_is_what_it_should_be(self):
+    def test_a_step_without_faults(self):
         assert program_faults(**STEP, **CALLS) == ()
 
     @pytest.mark.parametrize(
         ("change", "fault"),
         [
-            ({"aliased": 0}, "0 bytes are computed in place, 900 were donated"),
+            ({"aliased": 0}, "0 bytes are written in place, expected the 900 donated"),
             ({"pool_copies": 2}, "2 instructions copy an array of the size of a layer's keys"),
             ({"temporaries": 17}, "17 bytes of temporaries, expected at most 16"),
-            ({"arguments": 2000}, "2000 bytes of arguments a device, planned 1000"),
-            ({"calls": {"paged_decode": 24}}, "no kernel is called that has 'write' in its name"),
+            ({"arguments": 2000}, "2000 bytes of arguments on a device, expected 1000"),
+            ({"calls": {"paged_decode": 24}}, "no called kernel has 'write' in its name"),
             ({"calls": {"paged_decode": 24, "write_kv": 48}}, "48 calls of write_kv in 24 layers"),
         ],
     )
-    def test_a_step_that_is_not(self, change, fault):
+    def test_faults_of_a_step(self, change, fault):
         (found,) = program_faults(**(STEP | CALLS | change))
         assert fault in found
 
-    def test_what_devices_send(self):
+    def test_faults_of_collectives(self):
         layer = Collective(kind="all-reduce", results=(("bf16", (32, 896)),))
         both = Collective(kind="all-reduce", results=(("bf16", (32, 896)), ("bf16", (32, 896))))
         logits = Collective(kind="all-gather", results=(("f32", (2, 32, 75968)),))
@@ -90,7 +92,7 @@ class TestCommand:
         assert ended.value.code == 0
         assert "--only triton-decode/h100" in capsys.readouterr().out
 
-    def test_list(self, capsys):
+    def test_the_lists_of_both_matrices(self, capsys):
         assert gpu_proof.main(["--list"]) == 0
         small = capsys.readouterr().out.split()
         assert gpu_proof.main(["--full", "--list"]) == 0
@@ -105,16 +107,16 @@ class TestCommand:
         assert "decode/h100/qwen2-0.5b" in small
         assert "tower/h100/qwen2-vl-7b" in wide
 
-    def test_a_name_that_nothing_has(self, capsys):
+    def test_a_name_that_matches_nothing(self, capsys):
         assert gpu_proof.main(["--only", "cutlass"]) == 1
-        assert "no proof is called like 'cutlass'" in capsys.readouterr().err
+        assert "no name of a proof matches 'cutlass'" in capsys.readouterr().err
 
     @pytest.mark.parametrize(("flags", "code"), [([], gpu_proof.UNAVAILABLE), (["--skip-unavailable"], 0)])
-    def test_without_the_plugin_one_clear_line(self, flags, code, monkeypatch, capsys):
+    def test_without_the_plugin_one_line_is_printed(self, flags, code, monkeypatch, capsys):
         monkeypatch.setattr(aot, "available", lambda: "the CUDA plugin of JAX is not installed")
         assert gpu_proof.main(flags) == code
         (line,) = capsys.readouterr().out.splitlines()
-        assert line == "GPU PROOF SKIPPED, nothing was shown: the CUDA plugin of JAX is not installed"
+        assert line == "GPU PROOF SKIPPED, nothing was checked: the CUDA plugin of JAX is not installed"
 
     @pytest.mark.parametrize(("faults", "code"), [((), 0), (("8 bytes spill",), 1)])
     def test_exit_code_and_files(self, faults, code, monkeypatch, capsys, tmp_path):
@@ -134,18 +136,18 @@ class TestCommand:
 
 class TestProcesses:
     def test_a_compiler_that_ends_its_process_ends_one_proof_only(self, monkeypatch):
-        """LLVM aborts; the proofs before it were told, and those after it get a process of their own."""
+        """If LLVM aborts, earlier proofs keep their findings, and later ones get a new process."""
 
         def run(command):
             names = command[command.index("--prove") + 1 :]
-            said, died = [], ""
+            printed, died = [], ""
             for name in names:
                 if name.endswith("bad"):
                     died = "trace\nLLVM ERROR: Cannot select: intrinsic\n"
                     break
                 finding = dataclasses.asdict(Finding(proof=name, what=name, target="h100"))
-                said.append(json.dumps({"findings": [finding]}))
-            return subprocess.CompletedProcess(command, -6 if died else 0, "\n".join(said), died)
+                printed.append(json.dumps({"findings": [finding]}))
+            return subprocess.CompletedProcess(command, -6 if died else 0, "\n".join(printed), died)
 
         monkeypatch.setattr(gpu_proof, "_run", run)
         names = ["k/h100/one", "k/h100/bad", "k/h100/two", "k/a100/bad"]
@@ -155,7 +157,7 @@ class TestProcesses:
         assert [finding.faults for finding in found] == [(), (dead,), (), (dead,)]
 
     @pytest.mark.parametrize(
-        ("stderr", "why"),
+        ("stderr", "reason"),
         [
             ("I0000 cudart_stub\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Shared memory\n----\nFor simplicity\n",
              "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Shared memory"),
@@ -164,10 +166,10 @@ class TestProcesses:
             ("", "exit code -9"),
         ],
     )  # fmt: skip
-    def test_what_is_told_of_a_process_that_ended(self, stderr, why):
-        assert gpu_proof.why_it_ended(subprocess.CompletedProcess([], -9, "", stderr)) == why
+    def test_the_reason_of_a_process_that_ended(self, stderr, reason):
+        assert gpu_proof.reason_of_end(subprocess.CompletedProcess([], -9, "", stderr)) == reason
 
-    def test_a_proof_that_does_not_end(self, monkeypatch):
+    def test_a_proof_that_takes_too_long(self, monkeypatch):
         monkeypatch.setattr(gpu_proof, "TIMEOUT", 0.2)
         done = gpu_proof._run(["sleep", "60"])
         assert done.returncode == 124
@@ -176,7 +178,7 @@ class TestProcesses:
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 def test_a_step_without_donation_does_not_hold():
-    """The proof of a body, of one whose caller forgot to donate the pool."""
+    """A body whose caller does not donate the pool."""
     model = dataclasses.replace(gpu_proof_programs.MODELS["h100/qwen2-0.5b-xla"], layers=1)
     runner, _ = gpu_proof_programs.make_runner("h100", model)
     compiled, job = gpu_proof_programs.compile_job(runner, ("decode", gpu_proof_programs.ROWS), donate=())

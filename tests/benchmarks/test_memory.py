@@ -1,4 +1,4 @@
-"""The pieces of benchmarks.memory at toy size: that they do what is to be timed. Nothing is timed here."""
+"""Pieces of benchmarks.memory at toy size, without timing."""
 
 import random
 
@@ -42,7 +42,7 @@ def rush_part(failed=0):
 
 class TestReport:
     @pytest.mark.parametrize(("without", "reached"), [(8.0, True), (7.9, False)])
-    def test_a_first_token_must_come_eight_times_sooner(self, without, reached):
+    def test_the_first_token_must_come_eight_times_sooner(self, without, reached):
         document = {"parts": {"prefix": prefix_part([1.0, 1.0, 1.0, 1.0], [without] * 4)}}
         assert [found for _, found in memory_report.verdicts(document)] == [reached]
 
@@ -51,23 +51,23 @@ class TestReport:
         assert memory_report.times_lower(case).value == pytest.approx(30 / 6)
 
     @pytest.mark.parametrize(("used", "reached"), [(90_000, False), (95_000, True)])
-    def test_slots(self, used, reached):
-        """1,000 sequences, summed over steps, in 100,000 slots: 90 rows each may leave 7.5 / 90 and 0.01 unused."""
+    def test_the_target_of_slots(self, used, reached):
+        """1,000 sequences, summed over steps, in 100,000 slots: with 90 rows each, 7.5 / 90 + 0.01 may be unused."""
         part = slots_part(used, 100_000, 1000)
         assert memory_report.least_slot_ratio(part) == pytest.approx(1 - 7.5 / (used / 1000) - 0.01)
         assert [found for _, found in memory_report.verdicts({"parts": {"slots": part}})] == [reached]
 
-    def test_whole_last_blocks_at_random_just_pass(self):
-        """The oracle of the bound: sequences of random lengths, and blocks that hold nothing else."""
+    def test_random_lengths_reach_the_target(self):
+        """Oracle of the target: sequences of random lengths in as few blocks as possible."""
         lengths = np.random.default_rng(0).integers(1, 2000, 5000)
         part = slots_part(int(lengths.sum()), int((-(-lengths // 16) * 16).sum()), len(lengths))
         assert memory_report.slot_ratio(part) == pytest.approx(1 - 7.5 / lengths.mean(), abs=1e-3)
 
     @pytest.mark.parametrize("failed", [0, 1])
-    def test_nobody_may_fail(self, failed):
+    def test_no_request_may_fail(self, failed):
         [(target, reached)] = memory_report.verdicts({"parts": {"oversubscription": rush_part(failed)}})
         assert reached == (not failed)
-        assert f"{3 * failed} did" in target
+        assert f"{3 * failed} failed" in target
 
     def test_every_part_has_its_table(self):
         machine = {"cpu": "A CPU", "cores": 2, "vectors": {}, "memory_gib": 8, "python": "3.11", "load": 0.0}
@@ -82,11 +82,11 @@ class TestReport:
         assert {row.count("|") for row in rows} == {6, 10, 5}
 
 
-def test_bytes_a_token_are_those_of_the_cache():
+def test_bytes_per_token_are_those_of_the_cache():
     with sharing(load_tiny("main")) as directory:
         case = MemoryCase("tiny", {"model_dir": directory})
     info = case._engine.info
-    per_block = memory.bytes_a_token(checkpoint("llama")) * info.block_size
+    per_block = memory.bytes_per_token(checkpoint("llama")) * info.block_size
     assert info.kv_cache_bytes % per_block == 0
     assert info.kv_cache_bytes // per_block == info.num_blocks
 
@@ -97,38 +97,38 @@ class TestCase:
         with sharing(load_tiny("main")) as directory:
             return MemoryCase("tiny", {"model_dir": directory})
 
-    def test_describes_itself(self, case):
+    def test_description(self, case):
         about = case.describe()
         assert about["name"] == "tiny"
         assert about["block_size"] == 16
         assert about["blocks"] == case._engine.info.num_blocks - 1
 
     @pytest.mark.parametrize("together", [True, False])
-    def test_users_behind_one_prompt(self, case, together):
-        asked = []
+    def test_users_share_a_prompt_and_differ_in_their_questions(self, case, together):
+        requests = []
         add = case._engine.add
-        case._engine.add = lambda request: (asked.append(request), add(request))
+        case._engine.add = lambda request: (requests.append(request), add(request))
         found = case.shared_prefix(users=5, system=40, question=7, answer=3, together=together, seed=2)
         assert len(found["first_token_seconds"]) == 5
-        assert {request.prompt_ids[:40] for request in asked} == {asked[0].prompt_ids[:40]}
-        assert len({request.prompt_ids[40:] for request in asked}) == 5
-        assert {len(request.prompt_ids) for request in asked} == {47}
+        assert {request.prompt_ids[:40] for request in requests} == {requests[0].prompt_ids[:40]}
+        assert len({request.prompt_ids[40:] for request in requests}) == 5
+        assert {len(request.prompt_ids) for request in requests} == {47}
 
     def test_another_round_has_another_prompt(self, case):
-        asked = []
+        requests = []
         add = case._engine.add
-        case._engine.add = lambda request: (asked.append(request), add(request))
+        case._engine.add = lambda request: (requests.append(request), add(request))
         for seed in (0, 1, 0):
             case.shared_prefix(users=1, system=40, question=7, answer=2, together=True, seed=seed)
-        assert asked[0].prompt_ids == asked[2].prompt_ids != asked[1].prompt_ids
+        assert requests[0].prompt_ids == requests[2].prompt_ids != requests[1].prompt_ids
 
-    def test_a_rush_comes_to_its_end(self, case):
+    def test_all_sequences_of_a_rush_end(self, case):
         found = case.rush(prompts=[20, 35, 50], answer=6, seed=0)
         assert found["failed"] == 0
         assert len(found["latency_seconds"]) == 3
         assert max(found["latency_seconds"]) <= found["seconds"]
 
-    def test_slots_are_looked_at_after_each_step(self, case):
+    def test_slots_are_counted_after_each_step(self, case):
         found = case.slots(requests=2, seed=1)
         assert 0 < found["used"] <= found["allocated"]
         assert found["allocated"] % 16 == 0

@@ -1,4 +1,4 @@
-"""The pieces of benchmarks.vision at toy size: that they do what they are to be timed at. Nothing is timed here."""
+"""Pieces of benchmarks.vision at toy size, without timing."""
 
 import dataclasses
 
@@ -39,14 +39,14 @@ def toy(tmp_path_factory):
 
 
 class TestModel:
-    def test_is_what_the_engine_loads(self, toy):
-        """Strictly: no tensor is missing, left over or of another shape (Tower loads it below)."""
+    def test_the_engine_loads_it(self, toy):
+        """Loading is strict: no tensor is missing, extra or of another shape (Tower loads it below)."""
         config = model_config(Checkpoint(toy).config)
         assert config.vision is not None
         assert (config.vision.depth, config.vision.hidden_size, config.vision.out_hidden_size) == (2, 32, 64)
         assert config.rope.sections == (2, 3, 3)
 
-    def test_has_a_slot_for_a_image(self, toy):
+    def test_its_template_has_a_placeholder_for_an_image(self, toy):
         vision, settings = model_config(Checkpoint(toy).config).vision, VisionSettings.from_directory(toy)
         image = Image.new("RGB", (56, 84))
         item = pack_image(image, settings)
@@ -62,7 +62,7 @@ class TestModel:
 
 
 class TestImages:
-    def test_files_are_images_of_their_size_and_not_alike(self, tmp_path):
+    def test_files_have_the_given_sizes_and_differ(self, tmp_path):
         one, other = image_files.write_jpegs(tmp_path, [(90, 60), (90, 60)])
         with Image.open(one) as first, Image.open(other) as second:
             assert first.size == second.size == (90, 60)
@@ -70,12 +70,12 @@ class TestImages:
             assert np.asarray(first).std() > 10
             assert not np.array_equal(first, second)
 
-    def test_the_same_seed_is_the_same_image(self):
+    def test_the_same_seed_gives_the_same_image(self):
         assert image_files.jpeg(40, 60, 7) == image_files.jpeg(40, 60, 7)
 
 
 class TestPreparing:
-    def test_ours_finds_the_patches_and_prepares_in_any_way(self, toy, tmp_path):
+    def test_our_preparer_finds_patches_and_runs_in_every_mode(self, toy, tmp_path):
         files = image_files.write_jpegs(tmp_path, [(90, 60), (56, 56)])
         contender = vision_case.preparer(toy)
         found = contender.open(files)["found"]
@@ -87,8 +87,8 @@ class TestPreparing:
             for threads in (1, 2):
                 assert contender.prepare([0, 1, 0], decoded, threads)["seconds"] > 0
 
-    def test_work_is_what_was_asked_for(self, tmp_path):
-        """Bytes are decoded each time, decoded images are not; each thread is set up once."""
+    def test_images_are_decoded_only_if_asked_to(self, tmp_path):
+        """Bytes are decoded each time; each thread is initialised once."""
         files = image_files.write_jpegs(tmp_path, [(28, 28), (56, 28)])
         calls = []
 
@@ -112,7 +112,7 @@ class TestPreparing:
         assert calls.count("thread") == 2
 
 
-def test_the_tower_gives_the_same_features_every_time(toy, tmp_path, monkeypatch):
+def test_features_do_not_depend_on_slices(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(vision_case.compat, "use_compilation_cache", lambda folder: None)
     grids = [(4, 6), (8, 8)]
     files = image_files.write_patches(tmp_path, grids)
@@ -141,10 +141,10 @@ def files(tmp_path_factory):
 
 
 class TestGaps:
-    def test_a_stream_beside_images(self, contender, files):
+    def test_a_stream_with_and_without_images(self, contender, files):
         contender.open(files)
         slices = contender.alone([0, 1])["slice_seconds"]
-        assert [len(of_one) for of_one in slices] == [4, 4]  # patches to hidden states, three layers; not the merger
+        assert [len(of_one) for of_one in slices] == [4, 4]  # patch embedding and three layers, without the merger
         plain = contender.stream(tokens=60, images=[], after=4)
         assert len(plain["gaps"]) >= 59
         assert not any(plain["during"])
@@ -165,7 +165,7 @@ class TestStatistics:
         assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
         assert percentile([3.0], 0.5) == 3.0
 
-    def test_a_slow_moment_allows_no_longer_gap(self):
+    def test_one_slow_image_does_not_raise_the_allowed_gap(self):
         assert largest_slice([(1.0, 2.0), (1.0, 9.0), (2.5, 1.0)]) == 2.5
         assert largest_gap_allowed(step=0.25, longest_slice=2.0) == 3.25
 
@@ -187,14 +187,14 @@ class TestReport:
         machine = {"cpu": "x", "cores": 2, "vectors": {}, "memory_gib": 1, "python": "3", "load": 0.0}
         return {"machine": machine, "parts": parts}
 
-    def test_a_target_counts_against_the_fastest_other(self):
+    def test_the_target_is_relative_to_the_fastest_other(self):
         row = self.row("small", **{"omni-jax": 1.0, "a": 2.0, "b": 0.8})
         [(text, reached)] = vision_report.verdicts(self.document(preprocess=self.part(row)))
         assert "0.80 at small" in text
         assert not reached
         assert "**missed**" in vision_report.markdown(self.document(preprocess=self.part(row)))
 
-    def test_every_row_counts(self):
+    def test_every_row_must_reach_the_target(self):
         good = self.row("small", **{"omni-jax": 1.0, "transformers": 1.1})
         bad = self.row("large", **{"omni-jax": 1.0, "transformers": 0.95})
         assert vision_report.verdicts(self.document(tower=self.part(good)))[0][1]
@@ -204,19 +204,19 @@ class TestReport:
         assert not reached
         assert vision_report.verdicts(self.document(preprocess=self.part(good, bad)))[0][1]
 
-    def test_with_nobody_beside_there_is_no_target(self):
+    def test_without_another_contender_there_is_no_target(self):
         document = self.document(tower=self.part(self.row("small", **{"omni-jax": 1.0})))
         assert vision_report.verdicts(document) == []
-        assert "nothing to compare with" in vision_report.markdown(document)
+        assert "No other contender to compare with" in vision_report.markdown(document)
 
-    @pytest.mark.parametrize(("most", "reached"), [(3.0, True), (3.2, False)])
-    def test_the_largest_gap(self, most, reached):
+    @pytest.mark.parametrize(("largest", "reached"), [(3.0, True), (3.2, False)])
+    def test_the_target_of_the_largest_gap(self, largest, reached):
         stream = {"gaps": [0.1] * 99, "during": [False] * 99, "step_seconds": [0.1], "slice_seconds": [], "others": 0.0}
-        beside = stream | {"gaps": [0.1] * 98 + [most], "during": [False] * 98 + [True], "slice_seconds": [2.5]}
+        beside = stream | {"gaps": [0.1] * 98 + [largest], "during": [False] * 98 + [True], "slice_seconds": [2.5]}
         beside |= {"first_token_seconds": [1.0], "images_seconds": 2.0, "compiles_after_warmup": 0}
         part = {"contenders": [], "missing": [], "plain": stream, "images": beside, "size": (9, 9)}
         part |= {"step_seconds": 0.1, "slice_seconds": 2.0, "allowed": 3.1, "allowed_beside": 3.85}
         part |= {"alone": {"slice_seconds": [[2.0]]}}
         document = self.document(gaps=part)
         assert [found for _, found in vision_report.verdicts(document)] == [reached]
-        assert f"| 1 | {1e3 * most:.1f} |" in vision_report.markdown(document)
+        assert f"| 1 | {1e3 * largest:.1f} |" in vision_report.markdown(document)

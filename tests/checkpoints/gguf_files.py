@@ -1,4 +1,4 @@
-"""Writes tiny GGUF files, as llama.cpp's converter lays them out, for the tests of the conversion."""
+"""Tiny GGUF files, laid out like those of llama.cpp's converter."""
 
 import json
 from pathlib import Path
@@ -34,8 +34,8 @@ def gguf_name(name: str) -> str:
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The order of q and k rows in files of architecture llama: row j of a head's first half beside row j of its second
-    half. Written row by row, unlike the conversion's reshapes."""
+    """Reorder q or k rows as in files of the architecture llama: row j of a head's first half, then row j of its second
+    half. Works row by row, unlike the conversion's reshapes."""
     rows = []
     for head in np.split(weight, heads):
         first, second = np.split(head, 2)
@@ -55,16 +55,16 @@ def write(
     tokens_extra=(),
     config_overrides=None,
 ) -> dict[str, np.ndarray]:
-    """Writes a tiny variant and returns its weights by Hugging Face name, quantised and back where that was asked for.
+    """Write a tiny variant; return its weights by Hugging Face name, after quantising and dequantising.
 
     Args:
-        quantise: a gguf.GGMLQuantizationType for all matrices.
+        quantise: a gguf.GGMLQuantizationType for all matrices. Default: none.
         pre: tokenizer.ggml.pre.
         add: changed or additional metadata, key -> value (int, float, str or bool).
-        without: metadata keys and tensor names to leave out.
-        extra_tensors: more tensors by GGUF name.
-        tokens_extra: (token, type) pairs after the tiny tokenizer's.
-        config_overrides: of the tiny config.
+        without: metadata keys and tensor names to omit.
+        extra_tensors: additional tensors by GGUF name.
+        tokens_extra: (token, type) pairs to add after the tiny tokenizer's tokens.
+        config_overrides: changes to the tiny config.
     """
     config = tiny.config(variant, **(config_overrides or {}))
     weights, arch = tiny.weights(config), config["model_type"]

@@ -1,7 +1,7 @@
-"""Run by test_orbax with so many virtual devices: converts for a mesh, or restores onto one and compares.
+"""A process of test_orbax with several virtual devices: convert for a mesh, or restore onto one and compare.
 
 python -m tests.checkpoints.orbax_mesh save SOURCE OUT DEVICES
-python -m tests.checkpoints.orbax_mesh restore SOURCE ORBAX DEVICES    prints "equal", and bytes a device holds
+python -m tests.checkpoints.orbax_mesh restore SOURCE ORBAX DEVICES    print "equal", and the bytes one device holds
 """
 
 import json
@@ -17,10 +17,10 @@ from checkpoints.reader import Checkpoint
 
 
 def main() -> None:
-    what, source, out, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+    command, source, out, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
     jax.config.update("jax_num_cpu_devices", count)
     assert len(jax.devices()) == count
-    if what == "save":
+    if command == "save":
         to_orbax(source, out, devices=count)
         return
     mesh = Mesh(np.array(jax.devices()), ("model",), axis_types=(AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""GGUF files written by the gguf package come back as the weights, configuration and tokenizer they were made from."""
+"""GGUF conversion: files written by the gguf package come back as the weights, config and tokenizer they hold."""
 
 import json
 import tracemalloc
@@ -38,8 +38,8 @@ def test_round_trip(tmp_path, variant):
     assert AutoConfig.from_pretrained(tmp_path / "out").architectures == expected["architectures"]
 
 
-def test_llama_rows_are_put_back_in_order_and_qwen_rows_are_left():
-    # By hand: heads of four rows; the file holds 0 2 1 3, so that rotary pairs (0, 2) and (1, 3) are neighbours.
+def test_llama_rows_are_reordered_and_qwen_rows_are_not():
+    # By hand: in heads of four rows, the file's order is 0 2 1 3, which makes rotary pairs (0, 2), (1, 3) neighbours.
     rows = np.arange(8, dtype=np.float32)[:, None]
     assert gguf_files.permute(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert gguf_convert.ARCHITECTURES["llama"].interleaved_rope
@@ -48,25 +48,25 @@ def test_llama_rows_are_put_back_in_order_and_qwen_rows_are_left():
 
 
 @pytest.mark.parametrize("kind", [Q.Q4_1, Q.Q8_0, Q.Q4_0, Q.Q5_0, Q.F16, Q.BF16])
-def test_quantised_weights_are_written_exactly(tmp_path, kind):
+def test_quantised_weights_are_dequantised_exactly(tmp_path, kind):
     checkpoint, weights = convert(tmp_path, quantise=kind)
     for name, tensor in weights.items():
         np.testing.assert_array_equal(checkpoint.read(name), tensor, err_msg=name)
 
 
-def test_chunks_make_no_difference(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_convert, "_CHUNK_BYTES", 4 * 64 * 20)  # 20 rows: more than a head of 16, not two
+def test_chunk_size_does_not_change_the_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_convert, "_CHUNK_BYTES", 4 * 64 * 20)  # 20 rows: between one and two heads of 16 rows
     checkpoint, weights = convert(tmp_path, quantise=Q.Q8_0)
     for name, tensor in weights.items():
         np.testing.assert_array_equal(checkpoint.read(name), tensor, err_msg=name)
 
 
-def test_memory_stays_below_one_chunk_whatever_the_model(tmp_path, monkeypatch):
+def test_memory_does_not_grow_with_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_convert, "_CHUNK_BYTES", 1 << 16)
     weights = gguf_files.write(tmp_path / "model.gguf", "llama", config_overrides={"vocab_size": 65536})
     assert weights["lm_head.weight"].nbytes == 1 << 24
     del weights
-    parsed = gguf_convert._open(tmp_path / "model.gguf")  # parsing the metadata is the package's business
+    parsed = gguf_convert._open(tmp_path / "model.gguf")  # outside the measurement: the gguf package's memory
     config = gguf_convert._config(*parsed, "float32")
     targets = gguf_convert._targets(config, gguf_convert.ARCHITECTURES["llama"])
     tracemalloc.start()
@@ -104,16 +104,15 @@ def test_tokenizer_and_chat_template(tmp_path):
         ("llama-bpe", ["it", "'s", "Ġ", "123", "45", "ĊĊ", "no"]),
     ],
 )
-def test_how_text_is_cut(tmp_path, pre, pieces):
+def test_each_pre_tokenizer_splits_text_like_its_model(tmp_path, pre, pieces):
     convert(tmp_path, pre=pre)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out").backend_tokenizer
-    cut = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("it's 12345\n\nno")]
-    assert cut == pieces
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("it's 12345\n\nno")] == pieces
     composed = tokenizer.normalizer.normalize_str("e\u0301") if tokenizer.normalizer else "e\u0301"
     assert composed == ("\xe9" if pre == "qwen2" else "e\u0301")
 
 
-def test_bos_is_added_when_the_file_says_so_or_is_a_llama_3(tmp_path):
+def test_bos_is_added_by_metadata_or_for_llama_3(tmp_path):
     def first(folder, **how):
         convert(tmp_path / folder, **how)
         return AutoTokenizer.from_pretrained(tmp_path / folder / "out")("a")["input_ids"][0]
@@ -127,7 +126,7 @@ def test_bos_is_added_when_the_file_says_so_or_is_a_llama_3(tmp_path):
     assert first("d", without=(key,), pre="llama-bpe") == 1
 
 
-def test_added_and_unused_tokens(tmp_path):
+def test_added_tokens_are_kept_and_unused_tokens_are_dropped(tmp_path):
     extra = [("<|eot_id|>", 3), ("<tool_call>", 4), ("[PAD514]", 5)]
     checkpoint, _ = convert(tmp_path, "qwen2", pre="qwen2", tokens_extra=extra, config_overrides={"vocab_size": 528})
     words = tiny.tokenizer(528).get_vocab_size()
@@ -141,7 +140,7 @@ def test_added_and_unused_tokens(tmp_path):
 
 
 def llama3_factors(theta, dim, factor):
-    """The divisors as Llama 3.1's own code makes them, one frequency at a time."""
+    """The divisors by the formula of Llama 3.1's own code, one frequency at a time."""
     result = []
     for i in range(0, dim, 2):
         wavelength = 2 * np.pi * theta ** (i / dim)
@@ -155,7 +154,7 @@ def llama3_factors(theta, dim, factor):
     return np.array(result, np.float32)
 
 
-def test_llama_3_rope_scaling_is_found_again(tmp_path):
+def test_llama_3_rope_scaling_is_recovered(tmp_path):
     config = {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
     factors = llama3_factors(500000.0, 64, 32.0)
     assert len(set(factors.tolist())) > 2  # some frequencies lie in the smooth band
@@ -170,7 +169,7 @@ def test_llama_3_rope_scaling_is_found_again(tmp_path):
     }
 
 
-def test_other_rope_scalings(tmp_path):
+def test_yarn_rope_scaling_is_converted(tmp_path):
     yarn = {
         "llama.rope.scaling.type": "yarn",
         "llama.rope.scaling.factor": 4.0,
@@ -183,25 +182,25 @@ def test_other_rope_scalings(tmp_path):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"add": {"general.architecture": "gemma"}}, "'gemma' is not supported; supported are llama, qwen2"),
+        ({"add": {"general.architecture": "gemma"}}, "'gemma' is not supported; supported: llama, qwen2"),
         ({"add": {"tokenizer.ggml.model": "llama"}}, "tokenizer.ggml.model 'llama' is not supported"),
-        ({"pre": "deepseek-llm"}, "'deepseek-llm' is not supported; supported are gpt-2, smollm, qwen2, llama-bpe"),
+        ({"pre": "deepseek-llm"}, "'deepseek-llm' is not supported; supported: gpt-2, smollm, qwen2, llama-bpe"),
         ({"add": {"llama.expert_count": 8}}, "llama.expert_count is 8"),
-        ({"add": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count is 8, but heads are 16 wide"),
+        ({"add": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count is 8, but head_dim is 16"),
         ({"add": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}}, "rope scaling 'linear'"),
         ({"add": {"llama.attention.head_count": [4, 4]}}, "llama.attention.head_count must be one integer"),
-        ({"add": {"tokenizer.ggml.eos_token_id": 9999}}, "eos_token_id is 9999, the vocabulary has 512 tokens"),
+        ({"add": {"tokenizer.ggml.eos_token_id": 9999}}, "eos_token_id is 9999, but the vocabulary has 512 tokens"),
         ({"add": {"llama.block_count": 3}}, "tensor blk.2.attn_norm.weight is missing"),
         ({"add": {"llama.feed_forward_length": 96}}, r"blk.0.ffn_gate.weight has shape \(128, 64\), .* \(96, 64\)"),
-        ({"without": ("llama.block_count",)}, "lacks the metadata llama.block_count"),
+        ({"without": ("llama.block_count",)}, "has no metadata llama.block_count"),
         ({"without": ("blk.1.ffn_up.weight",)}, "tensor blk.1.ffn_up.weight is missing"),
         ({"without": ("token_embd.weight",)}, "no tensor token_embd.weight"),
         ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "blk.0.attn_q.bias is not supported"),
         ({"extra_tensors": {"rope_freqs.weight": np.full(8, 3, np.float32)}}, "does not hold Llama 3's scaling"),
-        ({"tokens_extra": [("the", 1)]}, "holds a token twice"),
+        ({"tokens_extra": [("the", 1)]}, "lists a token twice"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_named_and_nothing_is_left_behind(tmp_path, how, message):
+def test_unsupported_files_are_refused_and_leave_no_partial_directory(tmp_path, how, message):
     with pytest.raises(CheckpointError, match=message):
         convert(tmp_path, **how)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
@@ -209,20 +208,20 @@ def test_what_is_not_supported_is_named_and_nothing_is_left_behind(tmp_path, how
 
 @pytest.mark.parametrize("kind", [None, Q.Q4_1])
 @pytest.mark.parametrize("keep", [0, 3, 20, 3000, -40])
-def test_damaged_files(tmp_path, keep, kind):
+def test_damaged_files_are_refused(tmp_path, keep, kind):
     gguf_files.write(tmp_path / "model.gguf", "llama", quantise=kind)
     content = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(content[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.gguf is damaged, truncated or no GGUF file"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf is damaged, truncated or not a GGUF file"):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04" + content[4:])
-    with pytest.raises(CheckpointError, match="damaged, truncated or no GGUF file"):
+    with pytest.raises(CheckpointError, match="damaged, truncated or not a GGUF file"):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a file"):
         convert_gguf(tmp_path / "nothing.gguf", tmp_path / "out")
 
 
-def test_the_directory_appears_whole_or_not_at_all(tmp_path):
+def test_an_interrupted_conversion_leaves_no_directory(tmp_path):
     gguf_files.write(tmp_path / "model.gguf", "llama")
     seen = []
 
@@ -242,18 +241,18 @@ def test_the_directory_appears_whole_or_not_at_all(tmp_path):
     assert progress[-1][1] == progress[-1][2] == Checkpoint(tmp_path / "out").nbytes
 
 
-def test_an_existing_directory_is_not_touched(tmp_path):
+def test_a_directory_with_files_is_not_overwritten(tmp_path):
     gguf_files.write(tmp_path / "model.gguf", "llama")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     (tmp_path / "out" / "mine").unlink()
-    Checkpoint(convert_gguf(tmp_path / "model.gguf", tmp_path / "out"))  # an empty one may be filled
+    Checkpoint(convert_gguf(tmp_path / "model.gguf", tmp_path / "out"))  # an empty directory is filled
 
 
-def test_the_tokenizer_file_is_the_tokenizers_own_format(tmp_path):
+def test_tokenizer_json_holds_a_bpe_model(tmp_path):
     convert(tmp_path)
     content = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
     assert content["model"]["type"] == "BPE"

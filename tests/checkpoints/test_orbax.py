@@ -1,5 +1,7 @@
-"""Orbax copies of checkpoints: bits, dtypes, meshes, and what is damaged. The oracles are the safetensors library, for
-values, and Orbax's own API, for the files."""
+"""Orbax copies of checkpoints: bits, dtypes, meshes and damaged files.
+
+The oracles are the safetensors library for values and Orbax's own API for the files.
+"""
 
 import json
 import os
@@ -30,7 +32,7 @@ MIXED = {
     "f64": np.float64,
     "f8": ml_dtypes.float8_e4m3fn,
     "i8": np.int8,
-    "u8": np.uint8,  # two int4 in a byte, as packed formats have them
+    "u8": np.uint8,  # packed formats store two int4 values in one byte
     "i32": np.int32,
     "i64": np.int64,
     "bool": np.bool_,
@@ -44,7 +46,10 @@ def small(tmp_path):
 
 @pytest.fixture
 def mixed(tmp_path, small):
-    """A directory whose weights are of every dtype, every bit pattern of 16 bits among them; and its tensors."""
+    """A directory with weights of every dtype, including every 16-bit pattern; and its tensors.
+
+    The tensors are returned because the safetensors library cannot read those of 8 bits back.
+    """
     random = np.random.default_rng(0)
     bits = {
         np.dtype(kind).itemsize: random.integers(0, 256, 4096 * np.dtype(kind).itemsize, np.uint8)
@@ -56,12 +61,12 @@ def mixed(tmp_path, small):
         for name, kind in MIXED.items()
     }
     tensors = {name: array.reshape(-1, 64) for name, array in tensors.items()}
-    tensors["large i32"] = np.array([16777217, -(2**31)], np.int32)  # no float32 has it
+    tensors["large i32"] = np.array([16777217, -(2**31)], np.int32)  # float32 cannot represent 16777217
     tensors["scalar"] = np.array(3.0, np.float32)
     directory = tmp_path / "mixed"
     shutil.copytree(small, directory)
     save_file(tensors, directory / "model.safetensors")
-    return directory, tensors  # which the safetensors library cannot read again where they are of 8 bits
+    return directory, tensors
 
 
 def tensors_of(directory: Path) -> dict[str, np.ndarray]:
@@ -103,7 +108,7 @@ def test_ck_07_every_dtype_keeps_every_bit(mixed, tmp_path):
 
 @pytest.mark.parametrize("part_bytes", [10_000, 1 << 30], ids=["many parts", "one part"])
 def test_hf_orbax_hf_is_identity(tmp_path, monkeypatch, part_bytes):
-    """Two families, text and vision; every other file byte by byte."""
+    """Holds for a text and a vision model, and for all other files byte by byte."""
     monkeypatch.setattr(orbax_convert, "PART_BYTES", part_bytes)
     monkeypatch.setattr(orbax_convert, "SHARD_BYTES", 2 * part_bytes)
     for source in (
@@ -128,18 +133,18 @@ def test_hf_orbax_hf_is_identity(tmp_path, monkeypatch, part_bytes):
                 assert (directory / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_ck_07_another_dtype_is_reported_or_cast_when_asked(mixed, tmp_path):
+def test_ck_07_another_dtype_is_an_error_unless_a_cast_is_requested(mixed, tmp_path):
     source, tensors = mixed
     to_orbax(source, tmp_path / "orbax")
     weights = OrbaxWeights(tmp_path / "orbax" / "orbax")
     here = SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(CheckpointError, match="'f16' is float16, float32 was asked for: ask for a cast"):
+    with pytest.raises(CheckpointError, match="'f16' is float16, expected float32: pass cast=True"):
         weights.restore("f16", here, dtype=np.float32)
-    with pytest.raises(CheckpointError, match="'large i32' is int32, float32 was asked for: only floating point"):
+    with pytest.raises(CheckpointError, match="'large i32' is int32, expected float32: only floating point"):
         weights.restore("large i32", here, dtype=np.float32, cast=True)
-    with pytest.raises(CheckpointError, match="'u8' is uint8, int8 was asked for"):
+    with pytest.raises(CheckpointError, match="'u8' is uint8, expected int8"):
         weights.restore("u8", here, dtype=np.int8, cast=True)
-    with pytest.raises(ValueError, match="'i64' is int64, which JAX has only with jax_enable_x64"):
+    with pytest.raises(ValueError, match="'i64' is int64, which JAX supports only with jax_enable_x64"):
         weights.restore("i64", here)
     assert weights.restore("large i32", here).dtype == np.int32
     assert int(weights.restore("large i32", here)[0]) == 16777217
@@ -147,7 +152,7 @@ def test_ck_07_another_dtype_is_reported_or_cast_when_asked(mixed, tmp_path):
     np.testing.assert_array_equal(np.asarray(wide), tensors["f16"].astype(np.float32))
 
 
-def test_orbax_itself_reads_what_was_written(small, tmp_path):
+def test_orbax_own_api_reads_the_written_files(small, tmp_path):
     import orbax.checkpoint as ocp
 
     to_orbax(small, tmp_path / "orbax")
@@ -160,7 +165,7 @@ def test_orbax_itself_reads_what_was_written(small, tmp_path):
 
 
 def test_ck_08_saved_on_8_devices_restored_on_1_2_and_4(tmp_path):
-    """The mesh of the checkpoint does not matter; each device gets its part, as the sharding asked for says."""
+    """The mesh of the checkpoint does not matter: each device reads its part of the requested sharding."""
     source = tiny.write_tiny(tmp_path / "source", "qwen2")
     run_mesh("save", source, tmp_path / "eight", 8)
     to_orbax(source, tmp_path / "one")
@@ -171,8 +176,7 @@ def test_ck_08_saved_on_8_devices_restored_on_1_2_and_4(tmp_path):
     assert run_mesh("restore", source, tmp_path / "one", 4)["held"] == held[4]
 
 
-def test_a_range_is_read_from_the_chunks_it_touches(tmp_path):
-    """A matrix saved for 8 devices lies in 8 chunks along the axis that they share out."""
+def test_a_matrix_saved_for_8_devices_has_8_chunks_along_its_sharded_axis(tmp_path):
     source = tiny.write_tiny(tmp_path / "source", "qwen2")
     run_mesh("save", source, tmp_path / "eight", 8)
     stores = OrbaxWeights(tmp_path / "eight" / "orbax")._stores
@@ -182,11 +186,9 @@ def test_a_range_is_read_from_the_chunks_it_touches(tmp_path):
         assert chunk[1 - axis] == stores[name].shape[1 - axis]
 
 
-def test_more_devices_than_there_are_is_refused(small, tmp_path):
-    there = len(jax.devices("cpu"))
-    with pytest.raises(
-        ValueError, match=f"chunks for 64 devices need as many JAX devices on the CPU, there are {there}"
-    ):
+def test_a_mesh_larger_than_the_cpu_devices_is_refused(small, tmp_path):
+    found = len(jax.devices("cpu"))
+    with pytest.raises(ValueError, match=f"chunks for 64 devices need 64 JAX CPU devices, found {found}"):
         to_orbax(small, tmp_path / "orbax", devices=64)
     assert not (tmp_path / "orbax").exists()
 
@@ -215,28 +217,28 @@ def test_an_interrupted_conversion_leaves_nothing_that_loads(small, tmp_path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small"]
 
 
-def test_what_is_there_is_not_replaced(small, tmp_path):
+def test_a_directory_with_files_is_not_replaced(small, tmp_path):
     (tmp_path / "orbax").mkdir()
     (tmp_path / "orbax" / "mine").touch()
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         to_orbax(small, tmp_path / "orbax")
 
 
 @pytest.fixture
 def orbax(small, tmp_path, monkeypatch):
-    """Several parts."""
+    """The small model in several Orbax parts."""
     monkeypatch.setattr(orbax_convert, "PART_BYTES", 200_000)
     return to_orbax(small, tmp_path / "orbax")
 
 
-def test_a_good_one_is_reported_as_such(orbax, small):
+def test_check_reports_a_good_directory(orbax, small):
     report = check(orbax)
     assert "good" in report
     assert f"{len(tensors_of(small))} tensors" in report
 
 
-def test_a_part_that_is_missing_names_its_tensors_at_load(orbax):
-    """Nothing lists the parts, so the strict loader does: every tensor of the model has to be there."""
+def test_loading_names_the_tensors_of_a_missing_part(orbax):
+    """No file lists the parts, so only the strict loader can find that tensors of the model are missing."""
     names = set(OrbaxWeights(orbax / "orbax").tensors)
     shutil.rmtree(orbax / "orbax" / "00001")
     assert not faults(orbax)
@@ -256,7 +258,7 @@ def test_a_part_without_its_index_is_a_fault(orbax, what):
     assert "00001" in faults(orbax)[0]
 
 
-def test_data_that_is_gone_or_cut_short_is_never_read_as_zeros(orbax):
+def test_missing_or_truncated_data_is_never_read_as_zeros(orbax):
     part = orbax / "orbax" / "00000"
     largest = max((file for file in part.rglob("d/*") if file.is_file()), key=lambda file: file.stat().st_size)
     whole = largest.read_bytes()
@@ -272,8 +274,8 @@ def test_data_that_is_gone_or_cut_short_is_never_read_as_zeros(orbax):
         largest.write_bytes(whole)
 
 
-def test_a_chunk_that_is_not_there_is_a_fault(orbax):
-    """zarr reads it as zeros."""
+def test_a_missing_chunk_is_a_fault(orbax):
+    """zarr would read it as zeros."""
     import tensorstore as ts
 
     base = {"driver": "ocdbt", "base": f"file://{orbax}/orbax/00000/"}
@@ -291,12 +293,12 @@ def test_a_name_in_two_parts_is_a_fault(orbax):
 
 def test_safetensors_beside_orbax_are_ambiguous(orbax, small):
     shutil.copy(small / "model.safetensors", orbax)
-    assert "nothing says which are meant" in faults(orbax)[0]
+    assert "the weights are ambiguous" in faults(orbax)[0]
 
 
-def test_a_folder_that_is_no_checkpoint_is_a_fault(small, tmp_path):
+def test_a_folder_that_is_not_a_checkpoint_is_a_fault(small, tmp_path):
     directory = tmp_path / "other"
     shutil.copytree(small, directory)
     (directory / "model.safetensors").unlink()
     (directory / "orbax" / "00000").mkdir(parents=True)
-    assert "00000 is no Orbax checkpoint" in faults(directory)[0]
+    assert "00000 is not an Orbax checkpoint" in faults(directory)[0]

@@ -1,5 +1,7 @@
-"""Every fault of a model directory is found before any weight is read, and named. The oracle for values is the
-safetensors library."""
+"""Every fault of a model directory is found and named before any weight is read.
+
+The oracle for values is the safetensors library.
+"""
 
 import json
 import os
@@ -34,14 +36,14 @@ def edit_json(path, change):
     path.write_text(json.dumps(content))
 
 
-def the_fault(directory):
+def only_fault(directory):
     found = faults(directory)
     assert len(found) == 1, found
     return found[0]
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])
-def test_reads_what_the_safetensors_library_reads(layout, request):
+def test_values_equal_those_of_the_safetensors_library(layout, request):
     directory = request.getfixturevalue(layout)
     expected = {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
     verify(directory)
@@ -55,7 +57,7 @@ def test_reads_what_the_safetensors_library_reads(layout, request):
         assert checkpoint.tensors[name].shape == tensor.shape
 
 
-def test_reading_copies_nothing_and_cannot_write(single):
+def test_read_returns_a_read_only_view(single):
     checkpoint = Checkpoint(single)
     first, again = checkpoint.read("lm_head.weight"), checkpoint.read("lm_head.weight")
     assert np.shares_memory(first, again)
@@ -71,7 +73,7 @@ def test_reading_copies_nothing_and_cannot_write(single):
     ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"]
     + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)],
 )
-def test_dtypes(single, dtype):
+def test_each_dtype_is_read(single, dtype):
     values = np.arange(6).reshape(2, 3).astype(getattr(ml_dtypes, dtype, dtype))
     dtype = values.dtype
     save_file(
@@ -86,23 +88,23 @@ def test_dtypes(single, dtype):
     assert float(checkpoint.read("scalar")) == float(values[1, 1])
 
 
-def test_unsupported_dtype_is_named(single):
+def test_an_unsupported_dtype_is_named(single):
     write_raw(single / "model.safetensors", {"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, b"ab")
-    assert "tensor 'x' has the unsupported dtype 'F4'; supported are F64, F32" in the_fault(single)
+    assert "tensor 'x' has the unsupported dtype 'F4'; supported: F64, F32" in only_fault(single)
 
 
 def test_ck_01_missing_shard(sharded):
     (sharded / "model-00002-of-00003.safetensors").unlink()
-    assert "'model-00002-of-00003.safetensors' is missing" in the_fault(sharded)
-    assert "'model.layers." in the_fault(sharded)  # and some of the tensors it should hold
+    assert "'model-00002-of-00003.safetensors' is missing" in only_fault(sharded)
+    assert "'model.layers." in only_fault(sharded)  # the fault names some tensors of the missing shard
     with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors' is missing"):
         Checkpoint(sharded)
 
 
-def test_ck_01_indexed_tensor_is_in_no_file(sharded):
-    file = "model-00001-of-00003.safetensors"
-    edit_json(sharded / "model.safetensors.index.json", lambda index: index["weight_map"].update({"ghost": file}))
-    assert the_fault(sharded) == f"tensor 'ghost' is not in {file}, where model.safetensors.index.json says it is"
+def test_ck_01_an_indexed_tensor_is_not_in_its_file(sharded):
+    file, index = "model-00001-of-00003.safetensors", "model.safetensors.index.json"
+    edit_json(sharded / index, lambda content: content["weight_map"].update({"ghost": file}))
+    assert only_fault(sharded) == f"tensor 'ghost' is not in {file}, the file that {index} assigns it to"
 
 
 def test_every_fault_is_listed_at_once(sharded):
@@ -121,7 +123,7 @@ def test_every_fault_is_listed_at_once(sharded):
 @pytest.mark.parametrize(
     "name", ["../secret.safetensors", "a/../../secret.safetensors", "{secret}", "x\0y", "", "..\\s"]
 )
-def test_ck_04_names_that_leave_the_directory(sharded, monkeypatch, name):
+def test_ck_04_names_that_leave_the_directory_are_refused(sharded, monkeypatch, name):
     secret = sharded.parent / "secret.safetensors"
     save_file({"w": np.ones(3, np.float32)}, secret)
     name = name.format(secret=secret)
@@ -130,16 +132,16 @@ def test_ck_04_names_that_leave_the_directory(sharded, monkeypatch, name):
     monkeypatch.setattr(
         "checkpoints.reader.read_header", lambda file, label: opened.append(file) or read_header(file, label)
     )
-    assert "not a plain path inside the directory" in the_fault(sharded)
+    assert "not a plain path inside the directory" in only_fault(sharded)
     assert opened
     assert secret not in opened
 
 
 @pytest.mark.parametrize("what", ["model-00001-of-00003.safetensors", "config.json", "tokenizer.json"])
-def test_ck_04_link_out_of_the_directory(sharded, what):
+def test_ck_04_links_out_of_the_directory_are_refused(sharded, what):
     (sharded / what).rename(sharded.parent / "elsewhere")
     (sharded / what).symlink_to(sharded.parent / "elsewhere")
-    assert f"refused '{what}': it links to a file outside the directory" in the_fault(sharded)
+    assert f"'{what}' links to a file outside the directory" in only_fault(sharded)
 
 
 def test_ck_04_hugging_face_cache_layout_is_read(sharded, tmp_path):
@@ -159,12 +161,12 @@ def test_ck_04_hugging_face_cache_layout_is_read(sharded, tmp_path):
     (tmp_path / "models--x--y" / "refs" / "main").write_text("{}")
     (snapshot / "generation_config.json").unlink()
     (snapshot / "generation_config.json").symlink_to("../../refs/main")
-    assert "refused 'generation_config.json'" in the_fault(snapshot)
+    assert "'generation_config.json' links to a file outside the directory" in only_fault(snapshot)
     snapshot.parent.rename(tmp_path / "models--x--y" / "revisions")
     assert len(faults(tmp_path / "models--x--y" / "revisions" / "abc")) >= 3
 
 
-def test_a_linked_directory_and_links_inside_it_are_fine(single, tmp_path):
+def test_a_linked_directory_and_links_inside_it_are_read(single, tmp_path):
     (single / "model.safetensors").rename(single / "weights.bin")
     (single / "model.safetensors").symlink_to("weights.bin")
     (tmp_path / "link").symlink_to(single)
@@ -186,7 +188,7 @@ def test_ck_05_stray_files_are_not_read(sharded):
 
 def test_ck_05_duplicates_without_an_index_are_refused(single):
     save_file({"model.norm.weight": np.ones(64, np.float32)}, single / "copy.safetensors")
-    assert "model.safetensors and copy.safetensors both hold 1 tensors ('model.norm.weight'" in the_fault(single)
+    assert "model.safetensors and copy.safetensors both hold 1 tensors ('model.norm.weight'" in only_fault(single)
     save_file({"other": np.ones(64, np.float32)}, single / "copy.safetensors")
     assert Checkpoint(single).ignored == ("copy.safetensors",)
 
@@ -204,23 +206,23 @@ def test_ck_06_the_index_decides_which_copy_counts(single, listed):
     assert checkpoint.ignored == (f"x in model-{3 - listed}.safetensors",)
 
 
-def test_directories_that_are_none(tmp_path, single):
-    assert the_fault(tmp_path / "nothing") == "there is no such directory"
-    assert "this is a file" in the_fault(single / "config.json")
+def test_paths_that_are_not_model_directories(tmp_path, single):
+    assert only_fault(tmp_path / "nothing") == "there is no such directory"
+    assert "this is a file" in only_fault(single / "config.json")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert "omni-jax convert" in the_fault(tmp_path / "model.gguf")
+    assert "omni-jax convert" in only_fault(tmp_path / "model.gguf")
     (tmp_path / "empty").mkdir()
-    assert "it holds nothing" in the_fault(tmp_path / "empty")
+    assert "it holds nothing" in only_fault(tmp_path / "empty")
     (tmp_path / "empty" / "README.md").write_text("hello")
-    assert "it holds 'README.md'" in the_fault(tmp_path / "empty")
-    with pytest.raises(CheckpointError, match="no usable model directory"):
+    assert "it holds 'README.md'" in only_fault(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="not a usable model directory"):
         verify(tmp_path / "empty")
     assert faults("a\0b")
 
 
-def test_no_weights_says_what_is_there(single):
+def test_the_fault_of_missing_weights_lists_the_files(single):
     (single / "model.safetensors").rename(single / "pytorch_model.bin")
-    fault = the_fault(single)
+    fault = only_fault(single)
     assert "neither model.safetensors nor model.safetensors.index.json" in fault
     assert "'pytorch_model.bin'" in fault
 
@@ -228,33 +230,33 @@ def test_no_weights_says_what_is_there(single):
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{}", "[" * 100_000, "\x00"]
 )
-def test_corrupt_index(sharded, content):
+def test_a_corrupt_index_is_a_fault(sharded, content):
     (sharded / "model.safetensors.index.json").write_text(content)
-    assert "model.safetensors.index.json" in the_fault(sharded)
+    assert "model.safetensors.index.json" in only_fault(sharded)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe{}", None])
-def test_config_and_tokenizer_must_be_there_and_parse(single, name, content):
+def test_config_and_tokenizer_must_exist_and_parse(single, name, content):
     (single / name).unlink()
     if content is not None:
         (single / name).write_bytes(content)
-    assert name in the_fault(single)
+    assert name in only_fault(single)
 
 
-def test_a_folder_or_a_pipe_is_no_weights_file(single):
+def test_a_folder_or_a_pipe_is_not_a_weights_file(single):
     (single / "model.safetensors").unlink()
     os.mkfifo(single / "model.safetensors")
-    assert the_fault(single) == "'model.safetensors' is no regular file"
+    assert only_fault(single) == "'model.safetensors' is not a regular file"
     (single / "model.safetensors").unlink()
     (single / "model.safetensors").mkdir()
-    assert the_fault(single) == "'model.safetensors' is no regular file"
+    assert only_fault(single) == "'model.safetensors' is not a regular file"
     (single / "model.safetensors").rmdir()
     (single / "model.safetensors").symlink_to("model.safetensors")
-    assert "'model.safetensors'" in the_fault(single)
+    assert "'model.safetensors'" in only_fault(single)
 
 
-def test_file_changed_after_it_was_verified(single):
+def test_a_file_truncated_after_verification_is_an_error(single):
     checkpoint = Checkpoint(single)
     truncate(single / "model.safetensors", 100)
     with pytest.raises(CheckpointError, match="was changed while it was in use"):
@@ -284,10 +286,10 @@ def x(**changes):
         (x(data_offsets=[4, 28]), 28, "leaves a hole before it"),
         (x() | {"y": x()["x"]}, 24, "overlaps the tensor before it"),
         ({"x": 3}, 0, "corrupt entry"),
-        ([], 0, "a JSON object was expected"),
+        ([], 0, "expected a JSON object"),
     ],
 )  # fmt: skip
-def test_corrupt_headers(single, header, data, fault):
+def test_each_corrupt_header_has_one_fault(single, header, data, fault):
     write_raw(single / "model.safetensors", header, bytes(data))
     with pytest.raises(CheckpointError, match=fault) as caught:
         verify(single)
@@ -297,13 +299,13 @@ def test_corrupt_headers(single, header, data, fault):
 def test_a_tensor_named_twice_is_refused(single):
     entry = json.dumps(x()["x"])
     (single / "model.safetensors").write_bytes(raw(f'{{"x": {entry}, "x": {entry}}}'.encode(), bytes(24)))
-    assert "names a tensor or a field twice" in the_fault(single)
+    assert "names a tensor or a field twice" in only_fault(single)
 
 
-def test_header_longer_than_the_file(single):
+def test_a_header_longer_than_the_file_is_a_fault(single):
     for length in (0, 7, 8, 2**40, 2**63):
         (single / "model.safetensors").write_bytes(struct.pack("<Q", length)[: min(length, 8)])
-        assert "model.safetensors" in the_fault(single)
+        assert "model.safetensors" in only_fault(single)
 
 
 SMALL = save({"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float16)})
@@ -330,12 +332,12 @@ def test_any_corruption_of_the_header_is_a_checkpoint_error_or_harmless(tmp_path
         tensors = read_header(file, "f")
     except CheckpointError:
         return
-    for info in tensors.values():  # what is accepted can be read, and lies within the file
+    for info in tensors.values():  # accepted tensors lie within the file
         assert 8 <= info.offset <= info.offset + info.nbytes <= len(content)
         np.ndarray(info.shape, info.dtype, buffer=bytes(content) + b"\0", offset=info.offset)
 
 
-def test_check_reports_what_a_person_wants_to_know(single):
+def test_check_reports_architecture_parameters_context_and_eos(single):
     report = check(single)
     tensors = tiny.weights(tiny.config("llama"))
     parameters = sum(tensor.size for tensor in tensors.values())

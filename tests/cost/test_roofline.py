@@ -1,4 +1,4 @@
-"""The roofline against published parameter counts, published speeds, and small cases reckoned by hand."""
+"""The roofline agrees with published parameter counts, published speeds and small cases computed by hand."""
 
 import math
 
@@ -131,7 +131,7 @@ def image(patches: int) -> StepShape:
         pytest.param(LLAMA2_70B, 69.0, 0, id="Llama-2-70B"),
     ],
 )
-def test_parameters_are_those_published(config, billions, tower_millions):
+def test_parameter_counts_match_publications(config, billions, tower_millions):
     sizes = ModelSizes.from_config(config)
     assert sizes.parameters == pytest.approx(billions * 1e9, rel=0.002)
     tower = sizes.vision.parameters if sizes.vision else 0
@@ -140,8 +140,7 @@ def test_parameters_are_those_published(config, billions, tower_millions):
 
 
 @pytest.mark.parametrize("name", [*tiny.VARIANTS, *tiny_vl.FAMILIES])
-def test_parameters_are_those_of_the_checkpoint(name, tmp_path):
-    """To the last one: every shape of every architecture."""
+def test_parameter_counts_match_checkpoints_exactly(name, tmp_path):
     vision = name in tiny_vl.FAMILIES
     directory = (tiny_vl.write_tiny_vl if vision else tiny.write_tiny)(tmp_path, name)
     config = (tiny_vl if vision else tiny).config(name)
@@ -155,8 +154,7 @@ def test_parameters_are_those_of_the_checkpoint(name, tmp_path):
         assert sizes.vision.parameters == tower
 
 
-def test_sizes_by_hand():
-    """Qwen2-VL-7B."""
+def test_sizes_of_qwen2_vl_7b_by_hand():
     sizes = ModelSizes.from_config(QWEN2_VL_7B)
     assert sizes.kv_bytes_per_token() == 2 * 28 * 4 * 128 * 2 == 57_344
     layer = 3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944
@@ -164,13 +162,13 @@ def test_sizes_by_hand():
     assert sizes.flops_per_logits == 2 * 3584 * 152064
     assert sizes.flops_per_pair == 4 * 3584 * 28
     assert sizes.vision is not None
-    # Embedding, 32 layers, and a quarter of the merger, which sees four patches at once.
+    # Embedding, 32 layers, and a quarter of the merger, which takes four patches at once.
     matrices = 3 * 2 * 14 * 14 * 1280 + 32 * (4 * 1280**2 + 2 * 1280 * 5120) + (5120**2 + 5120 * 3584) // 4
     assert sizes.vision.flops_per_patch == 2 * matrices == 1_283_584_000
     assert (sizes.vision.full_layers, sizes.vision.window_layers) == (32, 0)
 
 
-def test_windows_of_the_tower():
+def test_window_layers_of_the_tower():
     vision = ModelSizes.from_config(QWEN25_VL_7B).vision
     assert vision is not None
     assert (vision.full_layers, vision.window_layers, vision.window_patches) == (4, 28, 64)
@@ -196,21 +194,21 @@ def test_unknown_models_are_refused():
         (LLAMA2_70B, 8, 62.5, 0.2),
     ],
 )
-def test_decode_is_near_what_others_published(config, devices, tokens_per_second, tolerance):
+def test_decode_speed_is_near_published_speeds(config, devices, tokens_per_second, tolerance):
     cost = Roofline(sizes=ModelSizes.from_config(config), gpu=GPUS["a100"], devices=devices)
     assert 1 / cost.decode_seconds(1, 100) == pytest.approx(tokens_per_second, rel=tolerance)
 
 
 def test_decode_of_one_sequence_reads_the_weights():
-    """7B in bfloat16 on an A100: 7.07 billion parameters, since of the embedding one row is read."""
+    """7B in bfloat16 on an A100: 7.07 billion parameters, as only one row of the embedding is read."""
     cost = Roofline(sizes=ModelSizes.from_config(QWEN2_7B), gpu=GPUS["a100"], **IDEAL)
     assert cost.decode_seconds(1, 1) == pytest.approx(2 * 7.07e9 / 2.039e12, rel=0.002)
-    # A cache of 100,000 tokens adds 57,344 bytes for each.
+    # Each of 100,000 cached tokens adds 57,344 bytes.
     longer = cost.decode_seconds(1, 100_001) - cost.decode_seconds(1, 1)
     assert longer == pytest.approx(57_344 * 100_000 / 2.039e12, rel=1e-6)
 
 
-def test_prefill_is_bound_by_compute_and_decode_by_memory():
+def test_prefill_is_compute_bound_and_decode_memory_bound():
     sizes = ModelSizes.from_config(QWEN2_7B)
     cost = Roofline(sizes=sizes, gpu=GPUS["a100"], **IDEAL)
     compute, memory, _ = cost.times(prompt(2048, 4096))
@@ -219,11 +217,11 @@ def test_prefill_is_bound_by_compute_and_decode_by_memory():
     assert compute > 10 * memory
     compute, memory, _ = cost.times(decode(1, 1000))
     assert memory > 50 * compute
-    # The ridge: 312e12 / 2.039e12 = 153 FLOPs a byte, which is 153 rows of two bytes a value.
+    # The ridge: 312e12 / 2.039e12 = 153 FLOPs per byte, which is 153 rows at two bytes per value.
     assert [compute > memory for compute, memory, _ in map(cost.times, map(decode, (148, 158)))] == [False, True]
 
 
-def test_the_efficiency_factors_and_the_overhead():
+def test_efficiency_factors_and_overhead_add_time():
     sizes = ModelSizes.from_config(QWEN2_7B)
     ideal = Roofline(sizes=sizes, gpu=GPUS["h100"], **IDEAL)
     real = Roofline(sizes=sizes, gpu=GPUS["h100"], mfu=0.5, mbu=0.8, overhead_seconds=0.001)
@@ -231,7 +229,7 @@ def test_the_efficiency_factors_and_the_overhead():
     assert real.seconds(decode(1)) == pytest.approx(ideal.seconds(decode(1)) / 0.8 + 0.001)
 
 
-def test_padding_is_computed_but_attends_to_nothing():
+def test_padding_costs_products_but_no_attention():
     cost = Roofline(sizes=ModelSizes.from_config(QWEN2_7B), gpu=GPUS["a100"], **IDEAL)
     padded = StepShape(kind="mixed", size=2048, rows=1, tokens=1, context=1, attended=1)
     assert cost.seconds(padded) == pytest.approx((2048 * 13_050_576_896 + 2 * 3584 * 152064) / 312e12, rel=1e-5)
@@ -243,21 +241,21 @@ def test_devices_share_the_work_and_exchange_activations():
     one, four = (Roofline(sizes=sizes, gpu=GPUS["h100"], devices=n, **IDEAL).times(shape) for n in (1, 4))
     assert four[:2] == pytest.approx([seconds / 4 for seconds in one[:2]])
     assert one[2] == 0.0
-    # Two all-reduces in each of 80 layers, of 4,096 x 8,192 values of two bytes, 2 * 3 / 4 of which cross each link.
+    # Two all-reduces in each of 80 layers, each of 4,096 x 8,192 two-byte values; a device sends 2 * 3 / 4 of them.
     assert four[2] == pytest.approx(160 * 1.5 * 4096 * 8192 * 2 / 450e9)
     late = Roofline(sizes=sizes, gpu=GPUS["h100"], devices=4, **IDEAL | {"link_latency_seconds": 1e-5}).times(shape)
     assert late[2] - four[2] == pytest.approx(160 * 1e-5)
 
 
 def test_kv_heads_that_do_not_divide_are_replicated():
-    """Four KV heads on eight devices: each reads one head of four, not an eighth of the cache."""
+    """With four KV heads on eight devices, each device reads one head: a quarter of the cache."""
     sizes = ModelSizes.from_config(QWEN2_7B)
     cost = Roofline(sizes=sizes, gpu=GPUS["h100"], devices=8, **IDEAL)
     more = cost.times(decode(1, 10**6 + 1))[1] - cost.times(decode(1, 1))[1]
     assert more == pytest.approx(10**6 * 57_344 / 4 / 3.35e12)
 
 
-def test_fp8_takes_half_the_bytes_and_twice_the_peak_where_there_is_one():
+def test_fp8_halves_the_bytes_and_runs_at_the_fp8_peak_if_there_is_one():
     sizes = ModelSizes.from_config(QWEN2_7B)
     for name, faster in (("h100", 1978.9 / 989.4), ("a100", 1.0)):
         full, half = (Roofline(sizes=sizes, gpu=GPUS[name], dtype_bytes=n, **IDEAL) for n in (2, 1))
@@ -265,8 +263,8 @@ def test_fp8_takes_half_the_bytes_and_twice_the_peak_where_there_is_one():
         assert full.times(prompt(512))[0] == pytest.approx(faster * half.times(prompt(512))[0])
 
 
-def test_int8_cache_reads_what_it_holds():
-    """128 values and a float32 scale for each row: 132 bytes where bfloat16 has 256."""
+def test_int8_cache_reads_values_and_scales():
+    """128 values and a float32 scale take 132 bytes; 128 bfloat16 values take 256."""
     sizes = ModelSizes.from_config(QWEN2_7B)
     full, int8 = (Roofline(sizes=sizes, gpu=GPUS["a100"], kv_bytes_per_value=n, **IDEAL) for n in (None, 132 / 128))
     read = [cost.times(decode(1, 10**6 + 1))[1] - cost.times(decode(1, 1))[1] for cost in (full, int8)]
@@ -274,17 +272,17 @@ def test_int8_cache_reads_what_it_holds():
     assert read[1] == pytest.approx(read[0] * 132 / 256)
 
 
-def test_float32_takes_twice_the_bytes_and_half_the_peak():
-    """TF32 of an A100's data sheet: 156 TFLOPS."""
+def test_float32_doubles_the_bytes_and_halves_the_peak():
+    """TF32 on an A100's data sheet: 156 TFLOPS."""
     sizes = ModelSizes.from_config(QWEN2_7B)
     half, full = (Roofline(sizes=sizes, gpu=GPUS["a100"], dtype_bytes=n, devices=2, **IDEAL) for n in (2, 4))
     for shape in (decode(1), prompt(512)):
         assert full.times(shape) == pytest.approx([2 * seconds for seconds in half.times(shape)])
 
 
-def test_the_batch_at_which_decode_turns_compute_bound():
-    """Without a cache it is the ridge, 312e12 / 2.039e12 = 153 rows, and a little. Rows that bring much cache never do:
-    each then adds more seconds of reading than of products."""
+def test_compute_bound_rows_is_the_smallest_compute_bound_batch():
+    """Without a cache it is slightly above the ridge, 312e12 / 2.039e12 = 153 rows. With long contexts there is none:
+    each row adds more memory time than compute time."""
     cost = Roofline(sizes=ModelSizes.from_config(QWEN2_7B), gpu=GPUS["a100"], **IDEAL)
     for context in (0, 500, 1000):
         rows = cost.compute_bound_rows(context)
@@ -301,7 +299,7 @@ def test_one_all_reduce_by_hand():
 
 
 def test_an_image_by_hand():
-    """4,096 patches on an A100; windows make the attention of 28 of 32 layers 64 times smaller."""
+    """4,096 patches on an A100; windows reduce attention in 28 of 32 layers by a factor of 64."""
     whole, windowed = (ModelSizes.from_config(config) for config in (QWEN2_VL_7B, QWEN25_VL_7B))
     seconds = Roofline(sizes=whole, gpu=GPUS["a100"], **IDEAL).encode_seconds(4096)
     assert seconds == pytest.approx((4096 * 1_283_584_000 + 32 * 4 * 1280 * 4096**2) / 312e12)
@@ -309,13 +307,13 @@ def test_an_image_by_hand():
     seconds = Roofline(sizes=windowed, gpu=GPUS["a100"], **IDEAL).encode_seconds(4096)
     attention = 4 * 1280 * (4 * 4096**2 + 28 * 4096 * 64)
     assert seconds == pytest.approx((4096 * windowed.vision.flops_per_patch + attention) / 312e12)
-    # A small image is bound by reading the tower's weights.
+    # For a small image, reading the tower's weights takes longest.
     compute, memory, _ = Roofline(sizes=whole, gpu=GPUS["a100"], **IDEAL).times(image(64))
     assert memory == pytest.approx(2 * 675.76e6 / 2.039e12, rel=1e-4)
     assert memory > compute
 
 
-def test_a_prompt_runs_in_steps_of_the_budget():
+def test_a_prompt_runs_in_steps_of_chunk_tokens():
     cost = Roofline(sizes=ModelSizes.from_config(QWEN2_7B), gpu=GPUS["a100"], chunk_tokens=1000)
     steps = [prompt(1000, 500), prompt(1000, 1500), prompt(7, 2500)]
     assert cost.prefill_seconds(2007, 500) == pytest.approx(sum(map(cost.seconds, steps)))
@@ -328,17 +326,17 @@ def test_a_prompt_runs_in_steps_of_the_budget():
 def test_predictions_are_positive_finite_and_never_fall(gpu, devices, count, context, data):
     cost = Roofline(sizes=SIZES_VL, gpu=GPUS[gpu], devices=devices, chunk_tokens=512)
     more, further = count + data.draw(st.integers(0, 1000)), context + data.draw(st.integers(0, 10**6))
-    for ask in (cost.prefill_seconds, cost.decode_seconds):
-        assert 0 < ask(count, context) <= min(ask(more, context), ask(count, further)) < math.inf
+    for predict in (cost.prefill_seconds, cost.decode_seconds):
+        assert 0 < predict(count, context) <= min(predict(more, context), predict(count, further)) < math.inf
     assert 0 < cost.encode_seconds(count) <= cost.encode_seconds(more) < math.inf
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_gpu_lists_those_known():
+def test_error_for_an_unknown_gpu_lists_known_gpus():
     assert gpu_named("H100") is GPUS["h100"]
-    with pytest.raises(ValueError, match="no GPU is known as 'h1000', known are a100-40gb, a100, h100, h200"):
+    with pytest.raises(ValueError, match="unknown GPU 'h1000': give one of a100-40gb, a100, h100, h200"):
         gpu_named("h1000")
 
 
@@ -355,11 +353,11 @@ def test_an_unknown_gpu_lists_those_known():
         ({"overhead_seconds": -1}, "negative"),
     ],
 )
-def test_bad_arguments_are_named(options, message):
+def test_errors_name_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         Roofline(sizes=SIZES_VL, gpu=GPUS["a100"], **options)
 
 
-def test_a_text_model_encodes_no_images():
+def test_a_text_model_cannot_encode_images():
     with pytest.raises(ValueError, match="no vision tower"):
         Roofline(sizes=ModelSizes.from_config(QWEN2_7B), gpu=GPUS["a100"]).encode_seconds(64)

@@ -1,4 +1,4 @@
-"""Two replicas of two virtual devices behind one front; run by test_replicas.py."""
+"""Two replicas of two virtual devices each. Run by test_replicas.py; see tests/virtual_devices.py."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ LOADED = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def replicas():
-    """What each replica loads is compiled once, and its device state is fresh for each engine."""
+    """Load each replica once; each engine gets new device state."""
     config = SETUP.config(checkpoint(SETUP.variant), **MESH)
     buckets = Buckets(decode=SETUP.decode, mixed=SETUP.mixed)
     with (
@@ -41,13 +41,13 @@ def replicas():
         for replica in range(2):
             LOADED[replica] = loading.load(config, None, replica)
 
-    one_device()  # compiled here, for compilations are counted
+    one_device()  # compiled before any test counts compilations
 
-    def again(config, progress, replica):
+    def load_again(config, progress, replica):
         LOADED[replica].runner.reset()
         return LOADED[replica]
 
-    with mock.patch.object(engine_module, "load", side_effect=again):
+    with mock.patch.object(engine_module, "load", side_effect=load_again):
         yield LOADED
 
 
@@ -66,7 +66,7 @@ def requests(count, **params):
 
 
 def expected(items):
-    """Tokens by an engine of one device."""
+    """Tokens of an engine on one device."""
     return {key: answer.tokens for key, answer in run(make_engine(one_device()), *items).items()}
 
 
@@ -79,7 +79,7 @@ def devices(replica):
     return {device for array in jax.tree.leaves(LOADED[replica].runner._pool) for device in array.sharding.device_set}
 
 
-def test_rows_have_devices_of_their_own():
+def test_replicas_have_their_own_devices():
     for replica in range(2):
         LOADED[replica].runner.reset()
         assert devices(replica) == set(jax.devices()[2 * replica : 2 * replica + 2])
@@ -87,7 +87,7 @@ def test_rows_have_devices_of_their_own():
         assert {d for leaf in weights.arrays for d in leaf.sharding.device_set} == devices(replica)
 
 
-async def test_answers_are_those_of_one_row_and_both_rows_work():
+async def test_two_replicas_answer_like_one_and_both_work():
     items = requests(10)
     async with started() as engine:
         streams = [engine.submit(item) for item in items]
@@ -103,61 +103,61 @@ async def test_answers_are_those_of_one_row_and_both_rows_work():
         engine.check_health()
 
 
-async def test_requests_with_a_known_beginning_go_to_the_row_that_has_it():
-    beginning = tiny.prompt(64)
+async def test_requests_with_a_cached_prefix_go_to_its_replica():
+    prefix = tiny.prompt(64)
     async with started() as engine:
         for n in range(2):  # one for each replica
-            streams = [engine.submit(request(f"{n} {k}", [5 + k, *beginning], greedy(max_tokens=4))) for k in range(2)]
+            streams = [engine.submit(request(f"{n} {k}", [5 + k, *prefix], greedy(max_tokens=4))) for k in range(2)]
             await asyncio.gather(*map(collect, streams))
             if not n:
                 assert [stats.requests_finished["length"] for stats in engine.replica_stats()] == [1, 1]
         assert [stats.prefix_hits["text"] for stats in engine.replica_stats()] == [64, 64]
         before = [stats.requests_finished["length"] for stats in engine.replica_stats()]
         for k in range(3):
-            await collect(engine.submit(request(f"more {k}", [6, *beginning, 9 + k], greedy(max_tokens=4))))
+            await collect(engine.submit(request(f"more {k}", [6, *prefix, 9 + k], greedy(max_tokens=4))))
         after = [stats.requests_finished["length"] for stats in engine.replica_stats()]
         assert [new - old for new, old in zip(after, before, strict=True)] == [0, 3]
 
 
-async def test_new_beginnings_go_to_the_row_that_has_least():
+async def test_new_prefixes_go_to_the_least_loaded_replica():
     async with started() as engine:
         streams = [engine.submit(item) for item in requests(6)]
-        # Prompts of 21, 30, 39, 48, 57 and 66 tokens, in this order, and 20 to come of each.
-        assert list(engine._front._loads.values()) == [21 + 39 + 57 + 60, 30 + 48 + 66 + 60]
+        # Prompts of 21, 30, 39, 48, 57 and 66 tokens, in this order, and 20 output tokens each.
+        assert list(engine._dispatcher._loads.values()) == [21 + 39 + 57 + 60, 30 + 48 + 66 + 60]
         await asyncio.gather(*map(collect, streams))
         await idle(engine)
-        assert set(engine._front._loads.values()) == {0}
-        assert not engine._front._live
+        assert set(engine._dispatcher._loads.values()) == {0}
+        assert not engine._dispatcher._live
 
 
-async def test_a_long_prompt_does_not_keep_everybody_from_its_row():
-    """What is generated counts beside prompts: chats of few tokens would else all go to the other replica."""
+async def test_load_counts_expected_output_beside_prompts():
+    """Otherwise one long prompt would send all short chats to the other replica."""
     async with started() as engine:
         first = engine.submit(request("long", tiny.prompt(100), greedy(max_tokens=4)))
         chats = [engine.submit(request(f"chat {n}", [9 + n], greedy(max_tokens=30))) for n in range(12)]
-        loads = list(engine._front._loads.values())
+        loads = list(engine._dispatcher._loads.values())
         assert max(loads) - min(loads) <= 31
         await asyncio.gather(*map(collect, [first, *chats]))
 
 
-def test_seeds_do_not_depend_on_the_row():
-    """A request without a seed draws it before it is given to a replica."""
+def test_seeds_do_not_depend_on_the_replica():
+    """A request without a seed gets one before it is submitted to a replica."""
     sampled = dataclasses.replace(greedy(max_tokens=8), temperature=1.0)
     prompts = [list(item.prompt_ids) for item in requests(6)]
     answers = []
     for turn in range(2):
         llm = LLM(checkpoint(SETUP.variant), **MESH, seed=11)
-        if turn:  # the replicas change places
-            llm.engine._front._loads[llm.engine._front.replicas[0]] = 1
+        if turn:  # requests go to the other replica
+            llm.engine._dispatcher._loads[llm.engine._dispatcher.replicas[0]] = 1
         answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, sampled)])
         llm.engine.close()
     assert answers[0] == answers[1]
     assert len(set(map(tuple, answers[0]))) > 1
 
 
-def test_llm_does_not_hand_out_half_of_what_was_asked_for():
+def test_llm_raises_instead_of_returning_only_some_outputs():
     def broken(*arguments):
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("the device is lost")
 
     executables = LOADED[1].runner._executables
     llm = LLM(checkpoint(SETUP.variant), **MESH)
@@ -169,7 +169,7 @@ def test_llm_does_not_hand_out_half_of_what_was_asked_for():
     llm.engine.close()
 
 
-async def test_abort_reaches_the_row():
+async def test_abort_reaches_the_replica():
     async with started() as engine:
         streams = [engine.submit(item) for item in requests(4, ignore_eos=True)]
         for stream in streams:
@@ -180,10 +180,10 @@ async def test_abort_reaches_the_row():
             assert (await collect(stream))[0].finish_reason == "abort"
         await idle(engine)
         assert engine.stats().requests_finished["abort"] == 4
-        assert set(engine._front._loads.values()) == {0}
+        assert set(engine._dispatcher._loads.values()) == {0}
 
 
-async def test_an_id_in_use_on_another_row_is_refused():
+async def test_an_id_in_use_on_another_replica_is_refused():
     async with started() as engine:
         first = engine.submit(requests(1)[0])
         with pytest.raises(InvalidRequest, match="'r0'"):
@@ -191,9 +191,9 @@ async def test_an_id_in_use_on_another_row_is_refused():
         await collect(first)
 
 
-async def test_a_row_that_dies_ends_its_own_requests_and_health_names_it():
+async def test_a_failed_replica_ends_only_its_own_requests_and_health_names_it():
     def broken(*arguments):
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("the device is lost")
 
     items = requests(6)
     executables = LOADED[1].runner._executables
@@ -209,7 +209,7 @@ async def test_a_row_that_dies_ends_its_own_requests_and_health_names_it():
         )
         assert {(item.id, 0): answer[0].tokens for item, answer in zip(items, more, strict=True)} == expected(items)
         await idle_replica(engine, 0)
-        assert engine._front._loads[engine._front.replicas[0]] == 0
+        assert engine._dispatcher._loads[engine._dispatcher.replicas[0]] == 0
 
 
 async def idle_replica(engine, replica):
@@ -217,9 +217,9 @@ async def idle_replica(engine, replica):
         await asyncio.sleep(0.005)
 
 
-async def test_a_row_that_cannot_start_stops_all():
+async def test_a_replica_that_cannot_start_stops_all():
     def fails(config, progress, replica):
-        if row:
+        if replica:
             raise ValueError("no room for a KV cache")
         return LOADED[0]
 
@@ -235,7 +235,7 @@ async def test_a_row_that_cannot_start_stops_all():
             assert not thread.is_alive()
 
 
-def test_llm_answers_in_order_over_two_rows():
+def test_llm_returns_outputs_of_two_replicas_in_order():
     llm = LLM(checkpoint(SETUP.variant), **MESH)
     items = requests(9)
     outputs = llm.generate([list(item.prompt_ids) for item in items], greedy(max_tokens=20))

@@ -1,4 +1,4 @@
-"""The engine's thread beside an event loop: streams, aborts, ends, and failures that leave nobody waiting."""
+"""AsyncEngine: streams, aborts, stops, and failures that end every stream."""
 
 import asyncio
 import contextlib
@@ -46,12 +46,12 @@ def drawn(**fields) -> SamplingParams:
 
 
 async def idle(engine) -> None:
-    """Waits until the engine holds nothing; the test's own time limit is pytest's."""
+    """Wait until the engine is idle."""
     while (stats := engine.stats()).num_requests_running or stats.num_requests_waiting or stats.kv_cache_usage:
         await asyncio.sleep(0.005)
 
 
-async def test_streams_carry_all_continuations_to_their_ends(main):
+async def test_streams_deliver_all_continuations_to_their_ends(main):
     items = [request("n", 40, drawn(n=3)), request("g", 33), request("one", 1, greedy(max_tokens=1))]
     expected = run(make_engine(main), *items)
     async with started(main) as engine:
@@ -62,7 +62,7 @@ async def test_streams_carry_all_continuations_to_their_ends(main):
         engine.check_health()
 
 
-async def test_requests_that_arrive_while_others_run_change_nothing(main):
+async def test_requests_that_arrive_while_others_run_get_the_same_tokens(main):
     items = [request(str(i), 10 + 9 * i, drawn(seed=i)) for i in range(12)]
     expected = {item.id: run(make_engine(main), item)[item.id, 0] for item in items}
     async with started(main) as engine:
@@ -82,7 +82,7 @@ async def test_kv_04_abort_ends_the_stream_and_frees_everything(main):
         first = await anext(endless)
         assert first.finish_reason is None
         engine.abort("endless")
-        engine.abort("never there")
+        engine.abort("unknown")
         answers = await collect(endless)
         assert {answer.finish_reason for answer in answers.values()} == {"abort"}
         assert (await kept)[0].finish_reason == "length"
@@ -103,7 +103,7 @@ async def test_api_10_the_id_of_a_live_request_is_refused(main):
 
 @contextlib.contextmanager
 def held(main, monkeypatch, key):
-    """Within it the executable hangs at its first call. Gives an event that is set when that happens."""
+    """A context in which the executable hangs. Yields an event that is set at its first call."""
     entered, go_on = threading.Event(), threading.Event()
     original = main.runner._executables[key]
 
@@ -119,20 +119,20 @@ def held(main, monkeypatch, key):
         go_on.set()
 
 
-async def test_a_full_queue_refuses(main, monkeypatch):
+async def test_a_full_queue_refuses_requests(main, monkeypatch):
     async with started(main, max_num_queued_reqs=3) as engine:
         with held(main, monkeypatch, ("mixed", 64)) as entered:
             streams = [engine.submit(request("running", 64))]
             assert await asyncio.to_thread(entered.wait, 60)
             streams += [engine.submit(request(str(i), 20)) for i in range(3)]
-            with pytest.raises(Unavailable, match="3 requests are waiting"):
+            with pytest.raises(Unavailable, match="the queue is full: 3 requests are waiting"):
                 engine.submit(request("too many", 20))
         for stream in streams:
             assert (await collect(stream))[0].finish_reason == "length"
         assert (await collect(engine.submit(request("too many", 20))))[0].finish_reason == "length"
 
 
-async def test_a_slow_reader_holds_up_nobody_and_loses_nothing(main):
+async def test_a_slow_reader_delays_no_other_and_loses_nothing(main):
     expected = run(make_engine(main), request("a", 33))["a", 0]
     async with started(main) as engine:
         slow, quick = engine.submit(request("slow", 33)), engine.submit(request("quick", 33))
@@ -141,7 +141,7 @@ async def test_a_slow_reader_holds_up_nobody_and_loses_nothing(main):
         assert (await collect(slow))[0] == expected
 
 
-async def test_stop_gives_live_requests_time_and_refuses_new_ones(main):
+async def test_stop_drains_live_requests_and_refuses_new_ones(main):
     async with started(main) as engine:
         stream = asyncio.create_task(collect(engine.submit(request("a", 20, greedy(max_tokens=200)))))
         stopping = asyncio.create_task(engine.stop(drain_seconds=600))
@@ -153,7 +153,7 @@ async def test_stop_gives_live_requests_time_and_refuses_new_ones(main):
         assert (len(answer.tokens), answer.finish_reason) == (200, "length")
 
 
-async def test_stop_without_time_aborts(main):
+async def test_stop_without_drain_time_aborts(main):
     async with started(main) as engine:
         stream = engine.submit(request("a", 20, drawn(max_tokens=None, n=2)))
         await anext(stream)
@@ -163,7 +163,7 @@ async def test_stop_without_time_aborts(main):
         assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
 
 
-async def test_a_start_that_fails_raises_what_failed(tmp_path):
+async def test_a_failed_start_raises_the_error(tmp_path):
     engine = AsyncEngine(EngineConfig(model_dir=tmp_path / "nothing here"))
     with pytest.raises(Unavailable, match="not started"):
         engine.submit(request("a", 3))
@@ -175,30 +175,30 @@ async def test_a_start_that_fails_raises_what_failed(tmp_path):
 
 
 async def test_forbid_tracing_stops_an_eager_operation_in_the_engines_thread(main, monkeypatch):
-    """The guard is thread-local: it must be entered where the steps run. An eager operation there would trace, and
-    compile for each new shape, in the middle of serving."""
-    dispatch, sizes, seen = main.runner.dispatch, iter(range(1000, 2000)), []
+    """The guard is thread-local, so it must be entered in the thread that runs steps. Without it, an eager operation
+    would trace and compile for each new shape while serving."""
+    dispatch, sizes, threads = main.runner.dispatch, iter(range(1000, 2000)), []
 
-    def planted(plan):
-        seen.append(threading.current_thread().name)
+    def eager(plan):
+        threads.append(threading.current_thread().name)
         jnp.zeros((next(sizes),)) + 1.0
         return dispatch(plan)
 
-    monkeypatch.setattr(main.runner, "dispatch", planted)
+    monkeypatch.setattr(main.runner, "dispatch", eager)
     async with started(main) as engine:
         answer = (await collect(engine.submit(request("a", 20, greedy(max_tokens=4)))))[0]
         assert answer.finish_reason == "error"
         with pytest.raises(EngineError, match="2 steps in a row"):
             engine.check_health()
-    assert set(seen) == {"engine"}
+    assert set(threads) == {"engine"}
     async with started(main, forbid_tracing=False) as engine:
         answer = (await collect(engine.submit(request("a", 20, greedy(max_tokens=4)))))[0]
         assert answer.finish_reason == "length"
         assert engine.stats().compiles_after_warmup > 0
 
 
-async def test_op_02_a_dead_engine_ends_every_stream_and_says_so(main, monkeypatch):
-    """Also the streams of requests that were submitted while the last step was failing."""
+async def test_op_02_a_failed_engine_ends_every_stream_and_is_unhealthy(main, monkeypatch):
+    """Streams of requests that are submitted while the last step fails end too."""
     entered, go_on, calls = threading.Event(), threading.Event(), iter(range(100))
 
     def broken(*_):
@@ -228,7 +228,7 @@ async def test_op_02_a_dead_engine_ends_every_stream_and_says_so(main, monkeypat
         assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
 
 
-async def test_op_02_a_step_that_hangs_is_unhealthy_until_it_ends(main, monkeypatch):
+async def test_op_02_the_engine_is_unhealthy_while_a_step_hangs(main, monkeypatch):
     async with started(main, hang_seconds=0.0) as engine:
         with held(main, monkeypatch, ("decode", 1)) as entered:
             stream = engine.submit(request("a", 20, greedy(max_tokens=4)))
@@ -240,8 +240,8 @@ async def test_op_02_a_step_that_hangs_is_unhealthy_until_it_ends(main, monkeypa
         await idle(engine)
 
 
-def test_the_start_can_be_given_up(main):
-    """A loop that is gone, or a cancelled start, is no error in the engine's thread."""
+def test_the_start_can_be_cancelled(main):
+    """A cancelled start and a closed loop raise no error in the engine's thread."""
     gate = threading.Event()
 
     async def give_up():
@@ -262,6 +262,6 @@ def test_the_start_can_be_given_up(main):
     assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
 
 
-def test_no_tracing_is_what_jax_promises():
+def test_no_tracing_of_jax_raises_on_eager_operations():
     with jax.no_tracing(), pytest.raises(Exception, match="trac"):
         jnp.zeros((777,)) + 1.0

@@ -1,4 +1,4 @@
-"""What an operator cannot ask for is refused before anything is loaded, with what was given and what can be."""
+"""EngineConfig refuses impossible settings, with errors that name the given and the possible values."""
 
 import math
 
@@ -8,7 +8,7 @@ from omni_jax.engine.config import EngineConfig
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         *(({"swap_space": value}, "swap_space must be GiB") for value in (-1.0, math.nan, math.inf)),
         ({"swap_space": 1, "swap_dir_space": -1.0}, "swap_dir_space must be GiB"),
@@ -29,8 +29,8 @@ from omni_jax.engine.config import EngineConfig
         *(({"recycling_policy": value}, "recycling_policy must be") for value in ("", "lfu", "a:", ":b", "a b:c")),
     ],
 )
-def test_settings_of_the_memory_that_cannot_be(fields, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_memory_settings_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
         EngineConfig(model_dir="m", **fields)
 
 
@@ -44,5 +44,5 @@ def test_settings_of_the_memory_that_cannot_be(fields, told):
         {"recycling_policy": "lru", "kv_compress_ratio": 0.99},
     ],
 )
-def test_settings_of_the_memory_that_can(fields):
+def test_possible_memory_settings_are_accepted(fields):
     EngineConfig(model_dir="m", **fields)

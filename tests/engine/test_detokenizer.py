@@ -1,4 +1,4 @@
-"""Text a token at a time, against decode and str.find on the whole text."""
+"""Incremental detokenisation agrees with decode and str.find on the whole text."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ def tokenizer(request):
 
 
 def run(tokenizer, ids, *, logprobs=True, **params):
-    """The pieces up to a stop string or the end, one more than tokens in the second case."""
+    """The pieces up to a stop string, or of all tokens and finish."""
     detokenizer = Detokenizer(tokenizer, SamplingParams(max_tokens=None, **params))
     pieces = []
     for step, token in enumerate(ids):
@@ -77,24 +77,24 @@ def logprobs_of(pieces):
 
 
 def spell(tokenizer, *strings):
-    """One token for each string, which must be one."""
+    """The tokens of strings that are one token each."""
     ids = [tokenizer.encode(string, add_special_tokens=False) for string in strings]
     assert all(len(i) == 1 for i in ids), ids
     return [i[0] for i in ids]
 
 
 def letters(tokenizer, text):
-    """A token for each byte."""
+    """One token per byte."""
     alphabet = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
     return [alphabet[bytes([byte])] for byte in text.encode()]
 
 
 def strips_a_space(tokenizer):
-    return tokenizer.token_text(1) == "<s>"  # the SentencePiece one
+    return tokenizer.token_text(1) == "<s>"  # the SentencePiece tokenizer
 
 
 def grown(tokenizer, ids):
-    """Whole text, and how many of its characters each number of tokens completes (the text is valid UTF-8)."""
+    """The whole text, and the number of characters complete after each number of tokens (for valid UTF-8)."""
     whole, counts, data = tokenizer.decode(ids), [0], b""
     for token in ids:
         data += b"" if token in tokenizer.special_ids else tokenizer.token_bytes(token)
@@ -104,7 +104,7 @@ def grown(tokenizer, ids):
 
 
 def expected_cut(whole, counts, stops, min_tokens=0):
-    """(token count, place, stop) of the first stop string by str.find, or None."""
+    """(number of tokens, place, stop) of the first stop string by str.find, or None."""
     immune = counts[min(min_tokens, len(counts) - 1)]
     for tokens, count in enumerate(counts):
         if tokens > min_tokens:
@@ -116,7 +116,7 @@ def expected_cut(whole, counts, stops, min_tokens=0):
 
 
 @pytest.mark.parametrize("text", ["ď", "今天天气", "👨‍👩‍👧", "e\u0301 🏳️‍🌈", "The capital"])
-def test_str_01_no_half_characters(tokenizer, text):
+def test_str_01_pieces_contain_whole_characters(tokenizer, text):
     for ids in (tokenizer.encode(text), letters(tokenizer, text)):
         pieces = run(tokenizer, ids)
         assert "�" not in text_of(pieces)
@@ -125,7 +125,7 @@ def test_str_01_no_half_characters(tokenizer, text):
 
 @given(text=TEXT)
 @settings(max_examples=200, deadline=None)
-def test_str_01_pieces_are_decode(byte_level, sentencepiece, text):
+def test_str_01_pieces_equal_decode(byte_level, sentencepiece, text):
     for tokenizer in (byte_level, sentencepiece):
         ids = tokenizer.encode(text)
         pieces = run(tokenizer, ids)
@@ -135,27 +135,27 @@ def test_str_01_pieces_are_decode(byte_level, sentencepiece, text):
 
 @given(ids=st.lists(st.integers(0, 440), max_size=30), skip=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_str_03_pieces_are_decode_whatever_the_bytes(byte_level, sentencepiece, ids, skip):
+def test_str_03_pieces_equal_decode_for_any_bytes(byte_level, sentencepiece, ids, skip):
     for tokenizer in (byte_level, sentencepiece):
         pieces = run(tokenizer, ids, skip_special_tokens=skip)
         assert text_of(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-def test_str_03_a_tail_waits_until_it_is_whole(byte_level):
+def test_str_03_an_incomplete_character_is_held_back(byte_level):
     first, second, third = letters(byte_level, "天")
     assert [piece.text for piece in run(byte_level, [first, second, third])] == ["", "", "天", ""]
-    assert [piece.text for piece in run(byte_level, [first, second])] == ["", "", "�"]  # length, in mid-character
+    assert [piece.text for piece in run(byte_level, [first, second])] == ["", "", "�"]  # ends within a character
     broken_off = run(byte_level, [first, second, *letters(byte_level, " x")])
     assert [piece.text for piece in broken_off] == ["", "", "� ", "x", ""]
 
 
-def test_str_06_a_token_behind_a_broken_character_begins_behind_its_replacement(byte_level):
+def test_str_06_a_token_after_a_broken_character_begins_after_its_replacement(byte_level):
     ids = [*letters(byte_level, "天")[:2], *spell(byte_level, " Paris")]
     assert [entry.text_offset for entry in logprobs_of(run(byte_level, ids))] == [0, 0, 1]
     assert [entry.token_id for entry in logprobs_of(run(byte_level, ids, stop=" P"))] == ids[:2]
 
 
-def test_str_03_bytes_that_are_no_character_hold_nothing(byte_level):
+def test_str_03_invalid_bytes_are_not_held_back(byte_level):
     of_byte = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
     ids = [of_byte[bytes([byte])] for byte in b"\xff\x80\xf0\x9f\x98\xc0a"]
     pieces = [piece.text for piece in run(byte_level, ids)]
@@ -163,7 +163,7 @@ def test_str_03_bytes_that_are_no_character_hold_nothing(byte_level):
     assert "".join(pieces) == b"\xff\x80\xf0\x9f\x98\xc0a".decode(errors="replace")
 
 
-def test_str_04_a_stop_string_over_several_tokens(byte_level):
+def test_str_04_a_stop_string_across_several_tokens(byte_level):
     ids = byte_level.encode("aDEFGHIJ stop")
     pieces = run(byte_level, ids, stop=["DEFGHIJ"])
     assert text_of(pieces) == "a"
@@ -185,9 +185,9 @@ def test_str_04_a_stop_string_inside_a_token(byte_level):
 @pytest.mark.parametrize(
     ("stops", "text", "stopped"),
     [
-        (["ar", "ari"], " P", "ar"),  # both begin here: the first listed
+        (["ar", "ari"], " P", "ar"),  # both begin at the same place: the first listed
         (["ari", "ar"], " P", "ari"),
-        (["is", "ari"], " P", "ari"),  # the one that begins first
+        (["is", "ari"], " P", "ari"),  # begins first
         (["isa", "x"], " Paris", None),
     ],
 )
@@ -196,18 +196,18 @@ def test_str_04_several_stop_strings_in_one_token(byte_level, stops, text, stopp
     assert (text_of(pieces), pieces[-1].stopped) == (text, stopped)
 
 
-def test_str_04_the_shorter_of_two_is_complete_first(byte_level):
+def test_str_04_the_stop_string_that_is_complete_first_counts(byte_level):
     pieces = run(byte_level, letters(byte_level, "xabcd"), stop=["abcd", "bc"])
     assert (text_of(pieces), pieces[-1].stopped) == ("xa", "bc")
 
 
-def test_str_04_a_false_start_is_let_go(byte_level):
+def test_str_04_held_text_that_is_no_stop_string_is_released(byte_level):
     ids = letters(byte_level, "aabaab aaab")
     assert [piece.text for piece in run(byte_level, ids, stop="aaab")][:7] == ["", "", "aab", "", "", "aab", " "]
     assert text_of(run(byte_level, ids, stop="aaab")) == "aabaab "
 
 
-def test_str_05_what_waits_comes_at_the_end(byte_level):
+def test_str_05_held_text_is_released_at_the_end(byte_level):
     ids = letters(byte_level, "abZZZZZ")
     pieces = run(byte_level, ids, stop="ZZZZZZ")
     assert [piece.text for piece in pieces] == ["a", "b", *[""] * 5, "ZZZZZ"]
@@ -215,7 +215,7 @@ def test_str_05_what_waits_comes_at_the_end(byte_level):
     assert [entry.token_id for entry in pieces[-1].logprobs] == ids[2:]
 
 
-def test_str_05_the_end_token_is_not_pushed_and_special_tokens_are_skipped(byte_level):
+def test_str_05_special_tokens_are_skipped(byte_level):
     ids = [*letters(byte_level, "ab"), byte_level.eos_token_id, *letters(byte_level, "c")]
     pieces = run(byte_level, ids)
     assert text_of(pieces) == "abc"
@@ -225,10 +225,10 @@ def test_str_05_the_end_token_is_not_pushed_and_special_tokens_are_skipped(byte_
     assert text_of(pieces) == "ab<"
 
 
-def test_nothing_can_be_pushed_behind_the_end(byte_level):
+def test_a_push_after_the_end_is_refused(byte_level):
     detokenizer = Detokenizer(byte_level, SamplingParams(stop="b"))
     assert detokenizer.push(*letters(byte_level, "b")).stopped == "b"
-    with pytest.raises(ValueError, match="behind the end"):
+    with pytest.raises(ValueError, match="after the end"):
         detokenizer.push(*letters(byte_level, "c"))
 
 
@@ -244,12 +244,12 @@ def test_nothing_can_be_pushed_behind_the_end(byte_level):
         ("ba", 7, "xabxabaxab"),
     ],
 )
-def test_min_tokens_makes_early_stop_strings_text(byte_level, stop, min_tokens, text):
+def test_stop_strings_within_min_tokens_are_text(byte_level, stop, min_tokens, text):
     pieces = run(byte_level, letters(byte_level, "xabxabaxab"), stop=stop, min_tokens=min_tokens)
     assert (text_of(pieces), pieces[-1].stopped) == (text, stop if len(text) < 10 else None)
 
 
-def test_min_tokens_a_stop_string_may_begin_early(byte_level):
+def test_a_stop_string_may_begin_within_min_tokens(byte_level):
     ids = letters(byte_level, "aaab")
     for min_tokens, text in ((1, ""), (2, "a"), (3, "aaab")):
         assert text_of(run(byte_level, ids, stop="aa", min_tokens=min_tokens)) == text
@@ -257,7 +257,7 @@ def test_min_tokens_a_stop_string_may_begin_early(byte_level):
 
 @given(text=TEXT, data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_str_04_one_stop_string_is_str_find(byte_level, sentencepiece, text, data):
+def test_str_04_one_stop_string_agrees_with_str_find(byte_level, sentencepiece, text, data):
     tokenizer = data.draw(st.sampled_from([byte_level, sentencepiece]))
     ids = tokenizer.encode(text)
     whole = tokenizer.decode(ids)
@@ -271,7 +271,7 @@ def test_str_04_one_stop_string_is_str_find(byte_level, sentencepiece, text, dat
 
 @given(text=TEXT, data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_str_04_05_06_against_the_whole_text(byte_level, sentencepiece, text, data):
+def test_str_04_05_06_pieces_agree_with_the_whole_text(byte_level, sentencepiece, text, data):
     tokenizer = data.draw(st.sampled_from([byte_level, sentencepiece]))
     ids = tokenizer.encode(text)
     whole, counts = grown(tokenizer, ids)
@@ -294,10 +294,10 @@ def test_str_04_05_06_against_the_whole_text(byte_level, sentencepiece, text, da
     for tokens, piece in enumerate(pieces[: len(ids)], start=1):
         shown += len(piece.text)
         released += piece.logprobs
-        # Never more than a stop string less one waits, and only what one begins with.
+        # Held text is shorter than a stop string, and a stop string begins with it.
         held = whole[shown : counts[tokens]]
         assert piece.stopped or not held or any(len(held) < len(s) and s.startswith(held) for s in stops)
-        # Log-probabilities go with the text: each token's last character is out, and no token waits whose is.
+        # A log-probability is released exactly when the last character of its token is shown.
         if not piece.stopped:
             ends = [(i, end) for i, end in token_spans(tokenizer, ids, counts) if i < tokens and end <= shown]
             assert [int(-entry.logprob) for entry in released] == [i for i, _ in ends]
@@ -316,7 +316,7 @@ def test_str_04_05_06_against_the_whole_text(byte_level, sentencepiece, text, da
 
 
 def token_spans(tokenizer, ids, counts):
-    """(place in ids, end of its text) of each token that has text; an unfinished character counts."""
+    """(index in ids, end of its text) of each token that has text; an incomplete character counts."""
     spans, data = [], b""
     for i, token in enumerate(ids):
         added = b"" if token in tokenizer.special_ids else tokenizer.token_bytes(token)
@@ -331,7 +331,7 @@ def token_spans(tokenizer, ids, counts):
 
 
 def stop_strings(whole):
-    """Often a part of the text, or nearly one."""
+    """Strings that are often a part of the text, or nearly one."""
     if not whole:
         return st.sampled_from(["a", "ab"])
     starts = st.integers(0, len(whole) - 1)
@@ -339,15 +339,15 @@ def stop_strings(whole):
     return st.one_of(parts, parts.map(lambda part: part + "x"), st.text("ab 天", min_size=1, max_size=4))
 
 
-def test_a_long_output_costs_no_more_a_token(byte_level, monkeypatch):
-    """Bytes are asked for once a token, and no more text is kept than a stop string may need."""
-    asked = []
-    of = byte_level.token_bytes
-    monkeypatch.setattr(byte_level, "token_bytes", lambda token: asked.append(token) or of(token))
+def test_the_cost_per_token_does_not_grow_with_the_output(byte_level, monkeypatch):
+    """Each token's bytes are looked up once, and no more text is kept than a stop string may need."""
+    looked_up = []
+    token_bytes = byte_level.token_bytes
+    monkeypatch.setattr(byte_level, "token_bytes", lambda token: looked_up.append(token) or token_bytes(token))
     detokenizer = Detokenizer(byte_level, SamplingParams(stop=["never in it", "ab" * 40]))
     ids = letters(byte_level, "a cat and a dog ababab ") * 200
-    asked.clear()
+    looked_up.clear()
     for token in ids:
         detokenizer.push(token)
         assert len(detokenizer._held) < 80
-    assert asked == ids
+    assert looked_up == ids

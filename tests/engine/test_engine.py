@@ -1,4 +1,4 @@
-"""What an engine promises a request: where it ends, what comes with it, and that nothing of it stays behind."""
+"""Engine: ends of requests, sampling, log-probabilities, aborts, failures, and what an idle engine holds."""
 
 import jax
 import numpy as np
@@ -24,11 +24,11 @@ def engine(main):
 
 
 def biased(*tokens: int, **fields) -> SamplingParams:
-    """Greedy, and these tokens are what the model wants to say."""
+    """Greedy, with a bias that makes these tokens the most likely."""
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 9, "logit_bias": dict.fromkeys(tokens, 100.0)} | fields)
 
 
-# -- where a continuation ends ----------------------------------------------------------------------------------------
+# -- ends of continuations --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", tiny.EOS_IDS)
@@ -38,19 +38,19 @@ def test_every_eos_of_the_generation_config_ends_a_text(engine, token):
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
 
 
-def test_ignore_eos_goes_on(engine):
+def test_ignore_eos_continues_after_eos(engine):
     answer = run(engine, request("a", 20, biased(EOS, ignore_eos=True)))["a", 0]
     assert (answer.tokens, answer.finish_reason) == ([EOS] * 9, "length")
 
 
-def test_stop_token_ids_end_a_text_and_are_named(engine):
+def test_stop_token_ids_end_a_text_and_are_the_stop_reason(engine):
     answer = run(engine, request("a", 20, biased(77, stop_token_ids=(5, 77))))["a", 0]
     assert (answer.tokens, answer.text) == ([77], "")
     assert (answer.finish_reason, answer.stop_reason) == ("stop", 77)
 
 
 @pytest.mark.parametrize("stops", [{}, {"stop_token_ids": (77, 78)}], ids=["eos", "stop ids"])
-def test_no_end_before_min_tokens(engine, stops):
+def test_no_stop_token_ends_a_text_before_min_tokens(engine, stops):
     tokens = stops.get("stop_token_ids", tiny.EOS_IDS)
     answer = run(engine, request("a", 20, biased(*tokens, min_tokens=4, **stops)))["a", 0]
     assert len(answer.tokens) == 5
@@ -59,19 +59,19 @@ def test_no_end_before_min_tokens(engine, stops):
     assert answer.finish_reason == "stop"
 
 
-def test_a_stop_string_hides_itself_and_overrules_the_length(main):
+def test_a_stop_string_is_not_shown_and_overrides_an_end_by_length(main):
     free = alone(main, request("free", 20, greedy(max_tokens=30)))
     tokenizer = make_engine(main).tokenizer
     pairs = (free.text[i : i + 2] for i in range(5, len(free.text)))
     stop = next(pair for pair in pairs if "\ufffd" not in pair)
-    seen = next(n for n in range(1, 31) if stop in tokenizer.decode(free.tokens[:n]))
-    answer = alone(main, request("a", 20, greedy(max_tokens=seen, stop=stop)))
+    count = next(n for n in range(1, 31) if stop in tokenizer.decode(free.tokens[:n]))
+    answer = alone(main, request("a", 20, greedy(max_tokens=count, stop=stop)))
     assert answer.text == free.text[: free.text.index(stop)]
-    assert answer.tokens == free.tokens[:seen]
+    assert answer.tokens == free.tokens[:count]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
 
 
-def test_api_14_the_context_is_the_limit(main):
+def test_api_14_the_context_length_limits_prompt_and_output(main):
     limits = {"max_model_len": 64}
     engine = make_engine(main, **limits)
     for length, max_tokens, expected in [(63, None, 1), (63, 1, 1), (63, 50, 1), (64, 0, 0), (60, None, 4)]:
@@ -94,7 +94,7 @@ def test_api_14_the_context_is_the_limit(main):
         ((3,), {"stop_token_ids": (600,)}, "stop_token_ids"),
     ],
 )
-def test_api_04_what_is_outside_the_vocabulary_is_refused_and_harms_nobody(engine, prompt, params, param):
+def test_api_04_ids_outside_the_vocabulary_are_refused_and_affect_no_other_request(engine, prompt, params, param):
     good = request("good", 33)
     engine.add(good)
     engine.step()
@@ -116,13 +116,13 @@ def test_smp_01_without_a_seed_every_request_and_choice_differs(engine):
     assert len({tuple(answer.tokens) for answer in answers.values()}) == 6
 
 
-def test_smp_01_a_seed_gives_the_same_tokens_alone_and_in_company(main):
+def test_smp_01_a_seed_gives_the_same_tokens_alone_and_in_a_batch(main):
     seeded = request("seeded", 17, drawn(seed=7))
-    company = [request(f"other {i}", 17, drawn(temperature=0.5 + 0.2 * i)) for i in range(7)]
-    assert run(make_engine(main), *company, seeded)["seeded", 0].tokens == alone(main, seeded).tokens
+    others = [request(f"other {i}", 17, drawn(temperature=0.5 + 0.2 * i)) for i in range(7)]
+    assert run(make_engine(main), *others, seeded)["seeded", 0].tokens == alone(main, seeded).tokens
 
 
-def test_smp_01_choices_of_a_seed_are_the_same_again_and_differ_from_each_other(main):
+def test_smp_01_choices_of_a_seed_are_repeatable_and_differ_from_each_other(main):
     item = request("n", 17, drawn(seed=7, n=3))
     first, second = (run(make_engine(main), item) for _ in range(2))
     assert first == second
@@ -171,24 +171,24 @@ def test_smp_02_a_strong_repetition_penalty_never_repeats_prompt_or_output(main)
         assert len(set(answer.tokens) | set(item.prompt_ids)) == 60 + len(set(item.prompt_ids))
 
 
-def test_smp_02_presence_and_frequency_count_the_output_alone(main):
-    """The token is the best of the raw logprobs less the penalties of what was generated before it."""
+def test_smp_02_presence_and_frequency_count_only_the_output(main):
+    """Each token is the best after the penalties for earlier output are subtracted from the raw logprobs."""
     presence, frequency = 1.2, 0.9
-    prompt = tiny.prompt(20) + alone(main, request("x", 20)).tokens[:20]  # the prompt holds what the model likes to say
+    prompt = tiny.prompt(20) + alone(main, request("x", 20)).tokens[:20]  # the prompt contains likely output tokens
     params = greedy(presence_penalty=presence, frequency_penalty=frequency, logprobs=20, max_tokens=60)
-    company = [request(str(i), 5 + i, greedy(frequency_penalty=1.0)) for i in range(4)]
-    answer = run(make_engine(main), *company, request("a", prompt, params))["a", 0]
+    others = [request(str(i), 5 + i, greedy(frequency_penalty=1.0)) for i in range(4)]
+    answer = run(make_engine(main), *others, request("a", prompt, params))["a", 0]
     for i, entry in enumerate(answer.logprobs):
         past = answer.tokens[:i]
         scores = {t: value - frequency * past.count(t) - presence * (t in past) for t, value in entry.top}
         best = max(scores, key=lambda t: scores[t])
-        assert scores[best] >= entry.top[-1][1], "a token outside the list might be better"
+        assert scores[best] >= entry.top[-1][1], "a token that is not listed might be better"
         assert entry.token_id == best
     assert len(answer.tokens) > len(set(answer.tokens))
 
 
 def poison(main, monkeypatch, key, index):
-    """Row `index` of an executable's hidden states becomes NaN, as a broken weight or cache would make it."""
+    """Make row `index` of an executable's hidden states NaN, as a broken weight or cache would."""
     original = main.runner._executables[key]
 
     def spoilt(*arguments):
@@ -203,22 +203,22 @@ def poison(main, monkeypatch, key, index):
 
 
 @pytest.mark.parametrize("params", [greedy(), drawn(seed=1, top_p=0.9), greedy(frequency_penalty=0.5)])
-def test_smp_04_logits_that_are_not_numbers_end_that_request_alone(main, monkeypatch, params):
+def test_smp_04_nan_logits_end_only_their_own_request(main, monkeypatch, params):
     items = [request(str(i), 10 + i, params) for i in range(3)]
     expected = [alone(main, item) for item in items]
     engine = make_engine(main)
     poison(main, monkeypatch, ("decode", 8), 1)
     answers = run(engine, *items)
     assert answers["1", 0].finish_reason == "error"
-    assert "not numbers" in answers["1", 0].error
-    # After that, row 1 of the batch is request 2, which must not be spoilt by what is left of its neighbour.
+    assert "NaN" in answers["1", 0].error
+    # Then row 1 is request 2, whose earlier tokens must not be affected by its neighbour.
     assert answers["0", 0] == expected[0]
     assert engine.stats().corrupted_requests == 2
     assert answers["2", 0].finish_reason == "error"
     assert answers["2", 0].tokens == expected[2].tokens[: len(answers["2", 0].tokens)]
 
 
-def test_smp_04_a_scored_prompt_that_is_not_numbers_ends_with_an_error(main, monkeypatch):
+def test_smp_04_nan_logits_of_a_scored_prompt_end_it_with_an_error(main, monkeypatch):
     engine = make_engine(main)
     poison(main, monkeypatch, ("mixed", 64), 5)
     items = [request("bad", 20, greedy(prompt_logprobs=1, max_tokens=0)), request("good", 30)]
@@ -228,7 +228,7 @@ def test_smp_04_a_scored_prompt_that_is_not_numbers_ends_with_an_error(main, mon
     assert answers["good", 0] == alone(main, items[1])
 
 
-def test_an_extreme_penalty_never_gives_a_token_outside_the_vocabulary(main):
+def test_extreme_penalties_give_tokens_within_the_vocabulary(main):
     items = [request(str(p), 20, drawn(seed=1, repetition_penalty=p)) for p in (1e-44, 1e-30, 1e30)]
     for answer in run(make_engine(main), *items).values():
         assert all(0 <= token < 512 for token in answer.tokens)
@@ -238,7 +238,7 @@ def test_an_extreme_penalty_never_gives_a_token_outside_the_vocabulary(main):
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])
-def test_lp_03_the_chosen_token_always_has_its_logprob(main, count):
+def test_lp_03_the_sampled_token_always_has_a_logprob(main, count):
     answer = alone(main, request("a", 33, drawn(temperature=2.0, seed=4, logprobs=count, prompt_logprobs=count)))
     for entries, tokens in ((answer.logprobs, answer.tokens), (answer.prompt_logprobs[1:], tiny.prompt(33)[1:])):
         assert len(entries) > 15
@@ -264,7 +264,7 @@ def test_logprobs_are_the_models_own_before_temperature_penalties_and_bias(main)
     assert [value for _, value in entry.top] == pytest.approx([value for _, value in plain.logprobs[0].top])
 
 
-# -- in and out -------------------------------------------------------------------------------------------------------
+# -- blocks, aborts and counters --------------------------------------------------------------------------------------
 
 
 def test_n_continuations_share_the_blocks_of_the_prompt(main):
@@ -276,7 +276,7 @@ def test_n_continuations_share_the_blocks_of_the_prompt(main):
         each_step=lambda: used.append(engine._pool.num_used),
     )
     assert sorted(answers) == [("n", i) for i in range(4)]
-    assert max(used) == 4 + 4, "64 tokens are in 4 shared blocks, the others have a block each"
+    assert max(used) == 4 + 4, "64 tokens are in 4 shared blocks, and each continuation has another block"
     assert engine.stats().prompt_tokens == 65, "the prompt counts once"
 
 
@@ -297,13 +297,13 @@ def test_kv_04_abort_frees_everything_by_the_next_step(main):
     ]
     assert {d.request_id for d in engine.step()} <= {"kept"}
     assert engine._pool.num_used <= 3 < before
-    assert engine.abort("gone") == engine.abort("never there") == []
+    assert engine.abort("gone") == engine.abort("unknown") == []
     rest = run(engine)["kept", 0].tokens
     expected = alone(main, kept).tokens
     assert rest == expected[len(expected) - len(rest) :]
 
 
-def test_abort_of_waiting_requests_counts_no_prompt(main):
+def test_aborted_waiting_requests_do_not_count_their_prompts(main):
     engine = make_engine(main, max_num_batched_tokens=16)
     for i in range(20):
         engine.add(request(str(i), 40, drawn(n=2, prompt_logprobs=0)))
@@ -327,7 +327,7 @@ def test_api_10_the_id_of_a_live_request_is_refused(main):
     assert error.value.param == "request_id"
     expected = alone(main, first)
     assert run(engine)["same", 0].tokens == expected.tokens
-    assert run(engine, first)["same", 0] == expected, "free again when it has ended"
+    assert run(engine, first)["same", 0] == expected, "the id can be used again after the end"
 
 
 def test_op_04_counters_add_up_and_gauges_are_zero_at_idle(main):
@@ -361,7 +361,7 @@ def test_op_04_counters_add_up_and_gauges_are_zero_at_idle(main):
     assert stats.real_tokens >= stats.prompt_tokens + stats.generation_tokens - len(answers)
 
 
-# -- nothing is compiled while it serves ------------------------------------------------------------------------------
+# -- no compilation while serving -------------------------------------------------------------------------------------
 
 
 def test_200_requests_of_random_lengths_compile_nothing(main):
@@ -388,24 +388,24 @@ def test_200_requests_of_random_lengths_compile_nothing(main):
     assert engine.stats().compiles_after_warmup == 0
 
 
-def test_sch_06_a_budget_that_is_a_multiple_of_nothing_compiles_nothing(main):
+def test_sch_06_an_odd_budget_compiles_nothing(main):
     engine = make_engine(main, max_num_batched_tokens=37)
     run(engine, *(request(str(n), n, greedy(max_tokens=5)) for n in (1, 36, 37, 38, 64, 150)))
     assert engine.stats().compiles_after_warmup == 0
 
 
-def test_the_listener_counts_a_compilation(main):
+def test_a_compilation_is_counted(main):
     engine = make_engine(main)
     before = engine.stats().compiles_after_warmup
     jax.jit(lambda x: x * 3 + 1)(np.ones(7))
     assert engine.stats().compiles_after_warmup == before + 1
 
 
-# -- contract (e) -----------------------------------------------------------------------------------------------------
+# -- failed steps (contract (e) of scheduling/scheduler.py) -----------------------------------------------------------
 
 
 def failing(main, monkeypatch, key, calls):
-    """The executable raises at its calls of these numbers, after the pool was donated to it."""
+    """Make the executable raise at the calls with these numbers, after the pool was donated to it."""
     original, count = main.runner._executables[key], iter(range(10**9))
 
     def sometimes(leaves, pool, *rest):

@@ -1,4 +1,4 @@
-"""Alone == batched == chunked == preempted, by the tiers of docs/determinism.md (decision 15)."""
+"""Outputs are the same alone, batched, chunked and preempted, by the tiers of docs/determinism.md (decision 13)."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.engines import Answer, alone, greedy, load_tiny, make_engine, request
 
 pytestmark = pytest.mark.smoke
 
-TOLERANCE = 1e-4  # of log-probabilities in float32
+TOLERANCE = 1e-4  # for log-probabilities in float32
 
 REQUESTS = {
     "greedy": request("greedy", 33, greedy(max_tokens=90, logprobs=5)),
@@ -37,7 +37,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def solo(main):
-    """The oracle: each request alone, in an engine with a large pool, prompts in one step where they fit."""
+    """The oracle: each request alone in an engine with a large pool, and prompts in one step if they fit."""
     return {name: alone(main, item) for name, item in REQUESTS.items()}
 
 
@@ -64,7 +64,7 @@ def assert_close(found, expected) -> None:
         assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=TOLERANCE)
 
 
-def test_requests_are_worth_comparing(solo):
+def test_requests_have_both_kinds_of_ends_and_long_outputs(solo):
     assert {answer.finish_reason for answer in solo.values()} == {"stop", "length"}
     assert sorted(len(answer.tokens) for answer in solo.values())[3] > 60
 
@@ -82,15 +82,15 @@ def test_batched_in_another_order_equals_alone(main, solo):
 
 
 @pytest.mark.parametrize("budget", [16, 37])
-def test_sch_06_chunks_equal_the_whole(main, solo, budget):
-    """16 is the smallest program; 37 is a multiple of nothing."""
+def test_sch_06_chunked_equals_alone(main, solo, budget):
+    """16 is the smallest bucket; 37 is no multiple of a bucket."""
     answers = run(make_engine(main, max_num_batched_tokens=budget), *REQUESTS.values())
     for name, expected in solo.items():
         assert_same(answers[name, 0], expected, name)
 
 
 def test_pre_01_preempted_equals_alone(main, solo):
-    """A pool that holds about a third of what the batch needs."""
+    """The pool holds about a third of what the batch needs."""
     engine = make_engine(main, num_blocks=16, max_model_len=15 * 16)
     answers = run(engine, *REQUESTS.values())
     assert engine.stats().num_preemptions > 3
@@ -98,8 +98,8 @@ def test_pre_01_preempted_equals_alone(main, solo):
         assert_same(answers[name, 0], expected, name)
 
 
-def test_pre_03_preempted_again_and_again_in_small_chunks(main, solo):
-    """Sampling state, counts of penalties, logprobs and prompt logprobs survive; nothing is emitted twice."""
+def test_pre_03_repeatedly_preempted_in_small_chunks_equals_alone(main, solo):
+    """Sampling state, penalty counts, logprobs and prompt logprobs survive; nothing is emitted twice."""
     engine = make_engine(main, num_blocks=13, max_model_len=12 * 16, max_num_batched_tokens=16)
     answers = run(engine, *REQUESTS.values())
     assert engine.stats().num_preemptions > 3
@@ -107,8 +107,8 @@ def test_pre_03_preempted_again_and_again_in_small_chunks(main, solo):
         assert_same(answers[name, 0], expected, name)
 
 
-def test_pre_03_half_a_stop_string_survives_preemption(main):
-    """The text held back as the beginning of a stop string is not lost, and not shown twice."""
+def test_pre_03_a_partial_stop_string_survives_preemption(main):
+    """Text held back as the beginning of a stop string is neither lost nor shown twice."""
     free = alone(main, request("free", 33, greedy(max_tokens=60)))
     end = len(free.text) * 2 // 3
     real, never = free.text[end - 3 : end], free.text[end - 3 : end + 20] + "never"
@@ -126,7 +126,7 @@ def test_pre_03_half_a_stop_string_survives_preemption(main):
 
 
 def test_pre_03_a_prompt_preempted_while_it_is_scored_is_scored_once(main):
-    """Seven growing sequences take the blocks of a long prompt that comes three tokens at a time."""
+    """Seven growing sequences take the blocks of a long prompt that is computed three tokens at a time."""
     growing = [request(f"growing {i}", 15, greedy(max_tokens=60)) for i in range(7)]
     scored = request("scored", 150, greedy(max_tokens=5, prompt_logprobs=3, logprobs=0))
     engine = make_engine(main, max_num_batched_tokens=10, num_blocks=32, max_model_len=31 * 16)
@@ -135,8 +135,8 @@ def test_pre_03_a_prompt_preempted_while_it_is_scored_is_scored_once(main):
     assert_same(answers["scored", 0], alone(main, scored), "scored")
 
 
-def test_continuations_equal_a_request_each(main):
-    """n=3 with a seed: choice i is drawn with key (seed, i), whoever computes the prompt."""
+def test_continuations_do_not_depend_on_preemption_and_chunks(main):
+    """n=3 with a seed: choice i is sampled with key (seed, i), even if it must compute the prompt itself."""
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
     wide = run(make_engine(main), request("n", 40, params))
     tight = run(
@@ -149,8 +149,8 @@ def test_continuations_equal_a_request_each(main):
 
 # -- bfloat16 ---------------------------------------------------------------------------------------------------------
 
-CHUNK_TOLERANCE = 0.25  # what docs/determinism.md promises
-BF16_TOLERANCE = 0.4  # the tiny model has few dimensions and wide logits: real models are closer
+CHUNK_TOLERANCE = 0.25  # promised by docs/determinism.md
+BF16_TOLERANCE = 0.4  # real models are closer: the tiny model has few dimensions and a wide range of logits
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +163,13 @@ def bf16_requests() -> list[Request]:
 
 
 def test_bfloat16_chunked_differs_from_whole_within_tolerance(bfloat16):
-    """Logprobs agree up to the first differing token, and there the two best were closer than the tolerance."""
+    """Logprobs agree up to the first differing token, where the two best differ by less than the tolerance."""
     answers = run(make_engine(bfloat16, max_num_batched_tokens=16), *bf16_requests())
     for item in bf16_requests():
         assert_within(answers[item.id, 0], alone(bfloat16, item), CHUNK_TOLERANCE)
 
 
-def test_bfloat16_is_float32_within_tolerance(bfloat16, main):
+def test_bfloat16_equals_float32_within_tolerance(bfloat16, main):
     for item in bf16_requests():
         assert_within(alone(bfloat16, item), alone(main, item), BF16_TOLERANCE)
 

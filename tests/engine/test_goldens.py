@@ -1,4 +1,4 @@
-"""The whole engine against transformers: the same tokens and log-probabilities, however the work is cut up."""
+"""The engine gives the tokens and log-probabilities of transformers, alone, batched and in chunks."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def golden_tokens(variant):
 
 
 def check_batched(setup, variant):
-    """Prompts of all lengths at once; the one of 150 is longer than a step and comes in chunks."""
+    """Prompts of all lengths at once; the one of 150 tokens is longer than a step and runs in chunks."""
     golden = golden_tokens(variant)
     engine = make_engine(load_tiny(setup))
     answers = run(engine, *(request(str(length), length) for length in golden))
@@ -43,21 +43,21 @@ def check_scored(setup, variant):
     np.testing.assert_allclose(found, golden["scored_logprobs"], atol=TOLERANCE, rtol=0)
 
 
-def test_batched_greedy_tokens_are_transformers():
+def test_batched_greedy_tokens_equal_transformers():
     check_batched("main", "llama")
 
 
-def test_scored_logprobs_are_transformers():
+def test_scored_logprobs_equal_transformers():
     check_scored("main", "llama")
 
 
 @pytest.mark.parametrize("length", tiny.PROMPT_LENGTHS)
-def test_a_prompt_alone_gives_transformers_tokens(length):
+def test_greedy_tokens_of_a_single_prompt_equal_transformers(length):
     answers = run(make_engine(load_tiny("main")), request("a", length))
     assert answers["a", 0].tokens == golden_tokens("llama")[length]
 
 
-def test_logprobs_of_generated_tokens_are_those_of_transformers_logits():
+def test_logprobs_of_generated_tokens_equal_transformers():
     golden = make.load("llama")
     engine = make_engine(load_tiny("main"))
     params = greedy(max_tokens=1, logprobs=20)
@@ -72,8 +72,8 @@ def test_logprobs_of_generated_tokens_are_those_of_transformers_logits():
         assert entry.logprob == entry.top[0][1]
 
 
-def test_generation_after_a_scored_prompt_is_transformers():
-    """Prompts that end at a block's edge among them: the next token needs a block before the scores were read."""
+def test_generation_after_a_scored_prompt_equals_transformers():
+    """Some prompts end at a block's edge: the next token needs a block before the scores are read."""
     golden = golden_tokens("llama")
     params = greedy(prompt_logprobs=0)
     for lengths in [(length,) for length in golden] + [tuple(golden)]:
@@ -84,6 +84,6 @@ def test_generation_after_a_scored_prompt_is_transformers():
 
 
 @pytest.mark.parametrize("variant", [name for name in tiny.VARIANTS if name != "llama"])
-def test_other_decoders_are_transformers(variant):
+def test_other_decoders_equal_transformers(variant):
     check_batched(variant, variant)
     check_scored(variant, variant)

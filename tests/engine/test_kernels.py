@@ -1,4 +1,4 @@
-"""What a start does with kernels that do not fit, do not work, or break the device."""
+"""Choice of kernels that are unsupported, fail their self-test, or break the device."""
 
 import logging
 import types
@@ -23,44 +23,44 @@ H100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3"
 TRITON = PagedKernels(decode="triton", mixed="triton", write="triton")
 
 
-def chosen(asked="auto", *, device=H100, **model):
+def chosen(backend="auto", *, device=H100, **model):
     config = model_config(tiny.config("qwen2", **model))
-    return choose_kernels(asked, config, device, block_size=16, dtype=jnp.bfloat16, kv_cache_dtype="auto")
+    return choose_kernels(backend, config, device, block_size=16, dtype=jnp.bfloat16, kv_cache_dtype="auto")
 
 
 @pytest.fixture
-def tests_find(monkeypatch):
-    """Sets what the self-test returns, or raises; gives what it was asked."""
-    asked = {}
+def self_test_gives(monkeypatch):
+    """A function that makes the self-test return or raise a result, and returns the arguments of the self-test."""
+    arguments = {}
 
-    def find(result):
+    def patch(result):
         def self_test(kernels, **options):
-            asked.update(options, kernels=kernels)
+            arguments.update(options, kernels=kernels)
             if isinstance(result, Exception):
                 raise result
             return result
 
         monkeypatch.setattr(kernels, "self_test", self_test)
-        return asked
+        return arguments
 
-    return find
+    return patch
 
 
 def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_kernels_that_work(tests_find, caplog):
+def test_working_kernels_are_chosen_and_logged(self_test_gives, caplog):
     caplog.set_level(logging.INFO)
-    asked = tests_find({})
+    arguments = self_test_gives({})
     assert chosen() == (TRITON, ())
-    assert asked["kernels"] == TRITON
-    assert (asked["head_dim"], asked["group"], asked["page_size"]) == (16, 2, 16)
+    assert arguments["kernels"] == TRITON
+    assert (arguments["head_dim"], arguments["group"], arguments["page_size"]) == (16, 2, 16)
     assert caplog.messages == ["attention: decode triton, mixed triton, write triton"]
 
 
-def test_one_that_does_not_is_replaced_with_one_warning(tests_find, caplog):
-    tests_find({"mixed": "triton: rows of ones: off by 1.5, 0.03 is allowed"})
+def test_a_failing_kernel_is_replaced_by_xla_with_one_warning(self_test_gives, caplog):
+    self_test_gives({"mixed": "triton: rows of ones: off by 1.5, 0.03 is allowed"})
     mine, (reason,) = chosen()
     assert mine == PagedKernels(decode="triton", mixed="xla", write="triton")
     (warning,) = warnings(caplog)
@@ -68,17 +68,17 @@ def test_one_that_does_not_is_replaced_with_one_warning(tests_find, caplog):
     assert "mixed uses XLA, as a kernel failed its self-test: triton: rows of ones: off by 1.5" in reason
 
 
-def test_one_that_was_asked_for_by_name_ends_the_start(tests_find):
-    tests_find({"decode": "triton: off by 1.5"})
-    with pytest.raises(EngineError, match=r"'triton' failed its self-test .* auto or xla; decode: triton: off by 1.5"):
+def test_a_failing_kernel_of_a_named_backend_raises(self_test_gives):
+    self_test_gives({"decode": "triton: off by 1.5"})
+    with pytest.raises(EngineError, match=r"'triton' failed its self-test .* decode: triton: off by 1.5.* auto or xla"):
         chosen("triton")
-    tests_find(BrokenDevice("the device is gone"))
-    with pytest.raises(EngineError, match="the device is gone"):
+    self_test_gives(BrokenDevice("the device is lost"))
+    with pytest.raises(EngineError, match="the device is lost"):
         chosen()
 
 
-def test_a_model_that_kernels_do_not_support(tests_find, caplog):
-    tests_find({})
+def test_an_unsupported_model_uses_xla_unless_the_backend_is_named(self_test_gives, caplog):
+    self_test_gives({})
     mine, (reason,) = chosen(head_dim=24)
     assert mine == PagedKernels()
     assert "head_dim 24: the Triton kernels support" in reason
@@ -87,13 +87,13 @@ def test_a_model_that_kernels_do_not_support(tests_find, caplog):
         chosen("triton", head_dim=24)
 
 
-def test_a_cpu_has_xla_and_no_warning(caplog):
+def test_a_cpu_uses_xla_without_a_warning(caplog):
     assert chosen(device=jax.devices("cpu")[0]) == (PagedKernels(), ())
     assert warnings(caplog) == []
     with pytest.raises(ValueError, match="'triton' cannot be used: triton needs an NVIDIA GPU"):
         chosen("triton", device=jax.devices("cpu")[0])
 
 
-def test_an_engine_tells_what_it_runs():
+def test_engine_info_names_the_kernels():
     info = load_tiny("qwen2").info
     assert (info.attention, info.attention_fallbacks) == ({"decode": "xla", "mixed": "xla", "write": "xla"}, ())

@@ -1,4 +1,4 @@
-"""The Python interface, over the same engine the server has."""
+"""LLM, the Python interface."""
 
 import numpy as np
 import pytest
@@ -22,13 +22,13 @@ def make_llm(**limits):
         return LLM(model_dir)
 
 
-def test_outputs_come_in_the_order_of_the_prompts(llm):
+def test_outputs_are_in_the_order_of_the_prompts(llm):
     golden = make.load("llama")
     lengths = golden["lengths"].tolist()
     outputs = llm.generate([tiny.prompt(n) for n in lengths], greedy())
     assert [list(output.outputs[0].token_ids) for output in outputs] == golden["tokens"].tolist()
     assert [len(output.prompt_ids) for output in outputs] == lengths
-    # Ends in another order than they came: each has other max_tokens. More of them than the engine queues at once.
+    # Requests end in another order because max_tokens differ, and they are more than the engine queues at once.
     params = [greedy(max_tokens=1 + 7 * i % 23) for i in range(40)]
     outputs = llm.generate([[3 + i] for i in range(40)], params)
     assert [output.prompt_ids for output in outputs] == [(3 + i,) for i in range(40)]
@@ -36,7 +36,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     assert_idle(llm.engine)
 
 
-def test_one_prompt_or_many_text_or_ids(llm):
+def test_prompts_may_be_one_or_several_texts_or_ids(llm):
     text = "the capital of France"
     ids = llm.tokenizer.encode(text)
     expected = llm.generate(text, greedy(max_tokens=5))
@@ -49,7 +49,7 @@ def test_one_prompt_or_many_text_or_ids(llm):
     assert llm.generate([]) == []
 
 
-def test_mixed_parameters_and_continuations(llm):
+def test_parameters_may_differ_between_prompts(llm):
     params = [
         SamplingParams(n=3, seed=7, temperature=1.0, max_tokens=8, logprobs=2),
         greedy(max_tokens=8, prompt_logprobs=1),
@@ -66,12 +66,12 @@ def test_mixed_parameters_and_continuations(llm):
         assert [c.finish_reason for c in solo.outputs] == [c.finish_reason for c in output.outputs]
 
 
-def test_parameters_must_be_one_or_one_each(llm):
+def test_a_wrong_number_of_parameters_is_refused(llm):
     with pytest.raises(ValueError, match=r"shorter|longer"):
         llm.generate(["a", "b"], [greedy()])
 
 
-def test_a_bad_prompt_among_good_ones_is_refused_before_anything_runs(llm):
+def test_an_invalid_prompt_is_refused_before_anything_runs(llm):
     with pytest.raises(InvalidRequest, match="empty"):
         llm.generate(["hello", "", "world"], greedy())
     with pytest.raises(InvalidRequest, match="maximum context length is 1024"):
@@ -80,7 +80,7 @@ def test_a_bad_prompt_among_good_ones_is_refused_before_anything_runs(llm):
     assert llm.generate(["hello"], greedy(max_tokens=3))[0].outputs[0].finish_reason == "length"
 
 
-def test_chat_is_the_rendered_template_continued(llm):
+def test_chat_continues_the_rendered_template(llm):
     messages = [{"role": "user", "content": "hello"}]
     prompt = llm.tokenizer.render_chat(messages)
     [expected] = llm.generate([prompt], greedy(max_tokens=6))
@@ -90,7 +90,7 @@ def test_chat_is_the_rendered_template_continued(llm):
     assert [output.outputs for output in (alone, *many)] == [expected.outputs] * 3
 
 
-def test_lp_04_nll_does_not_depend_on_company_order_or_chunks(llm):
+def test_lp_04_nll_does_not_depend_on_the_batch_its_order_or_chunks(llm):
     documents = [tiny.prompt(n) for n in (3, 17, 64, 150, 1)]
     together = llm.score(documents)
     shuffled = llm.score(documents[::-1])[::-1]
@@ -111,7 +111,7 @@ def test_lp_04_nll_does_not_depend_on_company_order_or_chunks(llm):
     assert together[4].total == 0
 
 
-def test_stream_is_generate_in_pieces(llm):
+def test_stream_yields_the_text_of_generate_in_pieces(llm):
     params = SamplingParams(seed=3, max_tokens=40)
     [expected] = llm.generate("hello world", params)
     pieces = list(llm.stream("hello world", params))
@@ -123,7 +123,7 @@ def test_stream_is_generate_in_pieces(llm):
     assert_idle(llm.engine)
 
 
-def test_a_stream_left_midway_leaves_the_engine_idle(llm):
+def test_a_closed_stream_leaves_the_engine_idle(llm):
     expected = llm.generate("hello", greedy(max_tokens=30))[0].outputs
     stream = llm.stream("hello", greedy(max_tokens=500))
     next(stream)
@@ -134,7 +134,7 @@ def test_a_stream_left_midway_leaves_the_engine_idle(llm):
     assert not llm.engine.has_work
 
 
-def test_streams_may_be_read_in_turns(llm):
+def test_streams_may_be_read_alternately(llm):
     params = [SamplingParams(seed=seed, max_tokens=30) for seed in (1, 2)]
     expected = ["".join(llm.stream("hello", each)) for each in params]
     texts = ["", ""]
@@ -152,7 +152,7 @@ def test_streams_may_be_read_in_turns(llm):
     assert texts == expected
 
 
-def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
+def test_an_interrupt_leaves_the_engine_idle(llm, monkeypatch):
     step, calls = llm.engine.step, iter(range(100))
 
     def interrupted():

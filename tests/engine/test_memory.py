@@ -1,4 +1,4 @@
-"""The engine's memory on real programs: cached, swapped and quantised runs say what a cold one says."""
+"""Prefix caching, swap, int8 caches and compression on compiled programs."""
 
 import dataclasses
 import time
@@ -34,16 +34,16 @@ def tokens(answers) -> dict:
     return {key: answer.tokens for key, answer in answers.items()}
 
 
-def rows(count: int, most: int = 80):
-    return [request(f"r{n}", [7 + n, *tiny.prompt(30 + 9 * n)], greedy(max_tokens=most)) for n in range(count)]
+def requests(count: int, max_tokens: int = 80):
+    return [request(f"r{n}", [7 + n, *tiny.prompt(30 + 9 * n)], greedy(max_tokens=max_tokens)) for n in range(count)]
 
 
-def settle(engine) -> None:
+def close_idle(engine) -> None:
     assert_idle(engine)
     engine.close()
 
 
-def test_what_the_cache_had_is_told_and_changes_nothing(main):
+def test_prefix_hits_are_counted_and_change_no_token(main):
     engine, prompt = make_engine(main), tiny.prompt(70)
     cold = run(engine, request("cold", prompt, greedy(max_tokens=12)))
     warm = run(engine, request("warm", prompt, greedy(max_tokens=12)))
@@ -53,7 +53,7 @@ def test_what_the_cache_had_is_told_and_changes_nothing(main):
     assert engine.stats().prefix_hits == {"text": 64 + 80}
     alone = make_engine(main, options={"enable_prefix_caching": False})
     assert longer == run(alone, request("longer", [*prompt, *cold["cold", 0].tokens, 5], greedy(max_tokens=3)))
-    settle(engine)
+    close_idle(engine)
 
 
 def test_pc_05_prompt_logprobs_are_the_same_with_a_full_cache(main):
@@ -67,46 +67,46 @@ def test_pc_05_prompt_logprobs_are_the_same_with_a_full_cache(main):
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_pre_01_swapped_sequences_go_on_where_they_were(main, swapping, caching):
-    expected = tokens(run(make_engine(main), *rows(5)))
+def test_pre_01_swapping_does_not_change_tokens(main, swapping, caching):
+    expected = tokens(run(make_engine(main), *requests(5)))
     options = SWAP | {"enable_prefix_caching": caching}
     engine = make_engine(swapping, options=options, num_blocks=20, max_model_len=160)
-    assert tokens(run(engine, *rows(5))) == expected
+    assert tokens(run(engine, *requests(5))) == expected
     stats = engine.stats()
     assert stats.blocks_swapped_out > 0
     assert stats.blocks_swapped_in > 0
     assert stats.compiles_after_warmup == 0
-    settle(engine)
+    close_idle(engine)
 
 
-def test_kvq_02_int8_says_the_same_cold_cached_chunked_and_swapped(int8):
+def test_kvq_02_int8_gives_the_same_tokens_cold_cached_chunked_and_swapped(int8):
     prompt = tiny.prompt(70)
     cold = run(make_engine(int8, options=SWAP), request("a", prompt, greedy(max_tokens=16)))["a", 0].tokens
     engine = make_engine(int8, options=SWAP)
     run(engine, request("first", prompt[:40], greedy(max_tokens=2)))
     assert run(engine, request("a", prompt, greedy(max_tokens=16)))["a", 0].tokens == cold
     assert engine.stats().prefix_hits["text"] == 32
-    plenty = tokens(run(make_engine(int8, options=SWAP), *rows(5)))
+    plenty = tokens(run(make_engine(int8, options=SWAP), *requests(5)))
     scarce = make_engine(int8, options=SWAP, num_blocks=20, max_model_len=160)
-    assert tokens(run(scarce, *rows(5))) == plenty
+    assert tokens(run(scarce, *requests(5))) == plenty
     assert scarce.stats().blocks_swapped_in > 0
-    settle(scarce)
+    close_idle(scarce)
 
 
-def test_kvq_01_int8_logprobs_are_near_the_exact_ones(main, int8):
+def test_kvq_01_int8_logprobs_are_near_float32(main, int8):
     prompt = tiny.prompt(60)
 
     def logprobs(loaded):
         answer = run(make_engine(loaded, options={}), request("a", prompt, greedy(max_tokens=1, prompt_logprobs=0)))
         return np.array([token.logprob for token in answer["a", 0].prompt_logprobs[1:]])
 
-    assert np.abs(logprobs(int8) - logprobs(main)).mean() < 0.1  # of logits that spread over tens
+    assert np.abs(logprobs(int8) - logprobs(main)).mean() < 0.1  # logits range over tens
 
 
-def test_a_lost_parcel_is_computed_again(main, swapping, monkeypatch):
+def test_a_lost_parcel_is_recomputed(main, swapping, monkeypatch):
     from omni_jax.memory.host_tier import HostTier, ParcelLost
 
-    expected = tokens(run(make_engine(main), *rows(5)))
+    expected = tokens(run(make_engine(main), *requests(5)))
 
     def lost(self, parcel):
         self.drop(parcel)
@@ -114,13 +114,13 @@ def test_a_lost_parcel_is_computed_again(main, swapping, monkeypatch):
 
     engine = make_engine(swapping, options=SWAP, num_blocks=20, max_model_len=160)
     monkeypatch.setattr(HostTier, "take", lost)
-    assert tokens(run(engine, *rows(5))) == expected
+    assert tokens(run(engine, *requests(5))) == expected
     assert engine.stats().blocks_swapped_out > 0
     assert engine.stats().blocks_swapped_in == 0
-    settle(engine)
+    close_idle(engine)
 
 
-def test_an_urgent_request_sends_another_to_the_host_and_it_comes_back(main, swapping):
+def test_an_urgent_request_swaps_out_another_which_continues_later(main, swapping):
     long = request("long", tiny.prompt(64), greedy(max_tokens=40))
     urgent = request("now", [3, *tiny.prompt(200)], greedy(max_tokens=8))
     expected = tokens(run(make_engine(main), long, urgent))
@@ -133,15 +133,15 @@ def test_an_urgent_request_sends_another_to_the_host_and_it_comes_back(main, swa
     assert answers["now", 0].tokens == expected["now", 0]
     assert [t for d in begun for t in d.token_ids] + answers["long", 0].tokens == expected["long", 0]
     assert engine.stats().blocks_swapped_in > 0
-    settle(engine)
+    close_idle(engine)
 
 
-def never(step: int, total: int) -> float:
+def bad_controller(step: int, total: int) -> float:
     return 2.0 if total > 300 else 0.0
 
 
-def test_a_controller_that_returns_nonsense_costs_the_request_and_says_its_value(main):
-    options = {"enable_adaptive_compression": True, "kv_compress_controller": f"{__name__}:never"}
+def test_an_invalid_value_of_a_controller_refuses_the_request_and_is_in_the_error(main):
+    options = {"enable_adaptive_compression": True, "kv_compress_controller": f"{__name__}:bad_controller"}
     engine = make_engine(main, options=options)
     with pytest.raises(InvalidRequest, match=r"returned 2.0 at step 0 of 400"):
         engine.check(request("a", 20, greedy(max_tokens=400)))

@@ -1,4 +1,4 @@
-"""Two processes share a model over loopback: the answers of one device, and an end within seconds when one goes."""
+"""Two processes that share a model over loopback answer like one device, and exit soon after one of them dies."""
 
 import contextlib
 import json
@@ -13,11 +13,11 @@ from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.runtime import processes
-from omni_jax.runtime.processes import EXIT
+from omni_jax.runtime.processes import EXIT_CODE
 from tests.engines import compile_tiny, sharing
 from tests.virtual_devices import environment
 
-SECONDS = 300  # loading and compiling, on a machine that does other things
+TIMEOUT = 300  # seconds to load and compile on a busy machine
 
 
 def free_port() -> int:
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def run(mode: str) -> list[tuple[int, str]]:
-    """(exit code, output) of the front and of the follower."""
+    """Run both processes. Returns (exit code, output) of the front and of the follower."""
     port = free_port()
     processes = [
         subprocess.Popen(
@@ -39,21 +39,21 @@ def run(mode: str) -> list[tuple[int, str]]:
         for number in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def test_two_processes_answer_as_one_device_does():
+def test_two_processes_answer_like_one_device():
     from omni_jax import LLM
     from tests.engine.two_processes import SETUP, answers
 
     front, follower = run("answer")
     assert front[0] == 0, front[1][-5000:] + follower[1][-5000:]
     assert follower[0] == 0, follower[1][-5000:]
-    assert "the front has ended" in follower[1]
+    assert "the front has stopped" in follower[1]
     [line] = [line for line in front[1].splitlines() if line.startswith("ANSWERS")]
     tokens, logprobs = json.loads(line.removeprefix("ANSWERS"))
     with sharing(compile_tiny(SETUP)) as model_dir:
@@ -64,13 +64,13 @@ def test_two_processes_answer_as_one_device_does():
 
 
 @pytest.mark.parametrize(("mode", "survivor", "lost"), [("die", 0, "a follower"), ("die-front", 1, "the front")])
-def test_when_one_process_dies_the_other_ends_with_a_clear_error(mode, survivor, lost):
-    found = run(mode)
-    assert found[1 - survivor][0] == 9, found[1 - survivor][1][-5000:]
-    code, output = found[survivor]
+def test_when_one_process_dies_the_other_exits_with_a_clear_error(mode, survivor, lost):
+    results = run(mode)
+    assert results[1 - survivor][0] == 9, results[1 - survivor][1][-5000:]
+    code, output = results[survivor]
     assert code != 0
-    assert code in (EXIT, -6, 1), output[-3000:]
-    assert f"{lost} has gone" in output, output[-3000:]
+    assert code in (EXIT_CODE, -6, 1), output[-3000:]
+    assert f"lost the connection to {lost}" in output, output[-3000:]
 
 
 def proposal(**changes):
@@ -79,16 +79,16 @@ def proposal(**changes):
     return {"kernels": kernels, "num_pages": 100, "max_model_len": 64, "same": same} | changes
 
 
-def test_processes_agree_on_what_all_can_do():
+def test_processes_agree_on_the_smallest_sizes_and_common_kernels():
     other = {"decode": "xla", "mixed": "triton", "write": "triton"}
     proposals = [proposal(), proposal(num_pages=80, max_model_len=48), proposal(kernels=other)]
-    assert loading._agree(proposals) == {"kernels": other, "num_pages": 80, "max_model_len": 48}
+    assert loading._combine(proposals) == {"kernels": other, "num_pages": 80, "max_model_len": 48}
 
 
-def test_a_process_with_other_settings_is_refused_with_both():
+def test_error_for_different_settings_names_both():
     other = proposal(same=proposal()["same"] | {"settings": "c"})
-    with pytest.raises(ValueError, match="process 1 was started with another settings than the front: c in place of b"):
-        loading._agree([proposal(), other])
+    with pytest.raises(ValueError, match="process 1 and the front have different settings: c and b"):
+        loading._combine([proposal(), other])
 
 
 def test_connections_without_the_token_are_closed(caplog):
@@ -102,21 +102,21 @@ def test_connections_without_the_token_are_closed(caplog):
         with processes._accept(server, token) as accepted:
             connections[2].sendall(b"!")
             assert accepted.recv(1) == b"!"
-        with contextlib.suppress(ConnectionResetError):  # what it sent was not read to the end
+        with contextlib.suppress(ConnectionResetError):  # a part of its bytes was not read
             assert connections[1].recv(1) == b""
         for connection in connections:
             connection.close()
-    assert caplog.text.count("without the group's token was closed") == 2
+    assert caplog.text.count("that did not send the group's token") == 2
 
 
-def test_a_process_that_follows_has_no_engine():
+def test_a_follower_cannot_have_an_engine():
     config = EngineConfig(model_dir="x", num_processes=2, process_id=1, coordinator_address="h:1")
-    with pytest.raises(ValueError, match="process 1 follows process 0, which alone has an engine"):
+    with pytest.raises(ValueError, match="process 1 is a follower, and only process 0 can have an engine"):
         Engine(config)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"num_processes": 2}, "need a coordinator_address, host:port .*got None"),
         ({"num_processes": 2, "coordinator_address": "host"}, "got 'host'"),
@@ -129,6 +129,6 @@ def test_a_process_that_follows_has_no_engine():
         ({"num_processes": 2, "coordinator_address": "h:1", "swap_space": 1.0}, "swap_space needs all blocks in one"),
     ],
 )
-def test_what_cannot_be_is_refused(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_process_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         EngineConfig(model_dir="x", **options)

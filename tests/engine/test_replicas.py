@@ -1,4 +1,4 @@
-"""Replicas: what is told of them, what is refused, and everything of on_eight_devices.py."""
+"""Replicas: combined statistics, refused settings, and the tests of on_eight_devices.py."""
 
 import dataclasses
 from pathlib import Path
@@ -35,11 +35,11 @@ def stats(**changes) -> EngineStats:
     return EngineStats(**(given | changes))
 
 
-def test_stats_of_rows_are_added():
+def test_stats_of_replicas_are_combined():
     one, two = stats(), stats(kv_cache_usage=0.0, steps=5, step_seconds=(0.2, 0.3), compiles_after_warmup=2)
     both = total([one, two])
     assert (both.steps, both.kv_cache_usage, both.step_seconds) == (8, 0.25, (0.1, 0.2, 0.3))
-    assert both.compiles_after_warmup == 2, "it is the process's"
+    assert both.compiles_after_warmup == 2, "counted per process"
     assert both.requests_finished == {"stop": 0, "length": 0, "abort": 0, "error": 0}
     assert both.pool is not None
     assert (both.pool.block_size, both.pool.total, both.pool.free, both.pool.active) == (16, 20, 8, 10)
@@ -48,14 +48,14 @@ def test_stats_of_rows_are_added():
     assert total([one]) is one
 
 
-def test_every_figure_is_added_or_of_one_row():
-    """Who adds a field to EngineStats must think of rows: numbers, mappings, tuples and dataclasses are added."""
+def test_every_field_of_stats_can_be_combined():
+    """A new field of EngineStats must be a number, mapping, tuple or dataclass to be combined over replicas."""
     for field in dataclasses.fields(EngineStats):
         value = getattr(total([stats(), stats()]), field.name)
         assert value is None or isinstance(value, int | float | tuple | dict) or dataclasses.is_dataclass(value)
 
 
-def test_recorders_are_put_together():
+def test_recorders_of_replicas_are_merged():
     parts = [Recorder(), Recorder()]
     parts[0].pauses, parts[1].pauses, parts[1].preemptions["class"] = 2, 3, 4
     whole = Recorder.merged(parts)
@@ -63,7 +63,7 @@ def test_recorders_are_put_together():
     assert whole.summary()["requests"]["finished"] == 0
 
 
-def test_pipeline_parallelism_is_refused_with_what_to_use_instead():
+def test_error_for_pipeline_parallelism_names_alternatives():
     with pytest.raises(ValueError, match=r"pipeline_parallel_size 2 is not supported.*tensor_parallel_size.*data_par"):
         EngineConfig(model_dir="x", pipeline_parallel_size=2)
     for name in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"):
@@ -71,6 +71,6 @@ def test_pipeline_parallelism_is_refused_with_what_to_use_instead():
             EngineConfig(model_dir="x", **{name: 0})
 
 
-def test_a_mesh_larger_than_the_devices_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=rf"data=3 x model=2 needs 6 devices, and there are {len(jax.devices())}"):
+def test_error_for_too_few_devices_names_both_numbers():
+    with pytest.raises(ValueError, match=rf"data=3 x model=2 needs 6 devices, but there are {len(jax.devices())}"):
         compile_tiny(Setup(), data_parallel_size=3, tensor_parallel_size=2)

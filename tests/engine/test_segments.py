@@ -1,4 +1,4 @@
-"""Segments in the whole engine: a policy and an objective decide when work runs, and never what comes out."""
+"""Segments in the engine: policies and objectives change when work runs, but no outputs."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from omni_jax.requests import InvalidRequest
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
 from tests import tiny_vl
-from tests.engine.test_vision import CASES, asked, golden
+from tests.engine.test_vision import CASES, golden, vision_request
 from tests.engines import greedy, load_tiny, make_engine, request, run
 
 POLICIES = [
@@ -25,18 +25,23 @@ POLICIES = [
 SLOS = [SLO(), SLO(ttft_ms=1, tpot_ms=1), SLO(ttft_ms=50, priority=1), SLO(e2e_ms=2000, priority=-3)]
 
 
+def with_slo(loaded, case, name, slo):
+    return dataclasses.replace(vision_request(loaded, case, name=name), slo=slo)
+
+
 def tokens(answers):
     return {name: answer.tokens for (name, _), answer in answers.items()}
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=json.dumps)
-def test_every_policy_gives_the_tokens_of_request(policy):
+def test_every_policy_gives_the_same_tokens(policy):
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded, options={"segment_policy": policy, "scheduling_policy": "slo", "ttft_ms": 100})
-    asking = [
-        dataclasses.replace(asked(loaded, name, name=name), slo=SLOS[i % len(SLOS)]) for i, name in enumerate(CASES)
+    items = [
+        dataclasses.replace(vision_request(loaded, name, name=name), slo=SLOS[i % len(SLOS)])
+        for i, name in enumerate(CASES)
     ]
-    found = tokens(run(engine, *asking))
+    found = tokens(run(engine, *items))
     for name in CASES:
         assert found[name] == golden("qwen2_vl")[name]["tokens"].tolist(), name
 
@@ -50,7 +55,7 @@ def test_every_policy_gives_the_tokens_of_request(policy):
     st.sampled_from([0.001, 10.0]),
 )
 def test_policies_objectives_chunks_and_pools_change_no_token(policy, chosen, chunk, blocks, aging):
-    """Small pools preempt; a tiny aging reorders all the time."""
+    """Small pools cause preemption; a short aging time reorders constantly."""
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(
         loaded,
@@ -59,13 +64,15 @@ def test_policies_objectives_chunks_and_pools_change_no_token(policy, chosen, ch
         max_num_batched_tokens=chunk,
         options={"segment_policy": policy, "scheduling_policy": "slo", "aging_seconds": aging},
     )
-    asking = [dataclasses.replace(asked(loaded, name, name=str(i)), slo=slo) for i, (name, slo) in enumerate(chosen)]
-    found = tokens(run(engine, *asking))
+    items = [
+        dataclasses.replace(vision_request(loaded, name, name=str(i)), slo=slo) for i, (name, slo) in enumerate(chosen)
+    ]
+    found = tokens(run(engine, *items))
     for i, (name, _) in enumerate(chosen):
         assert found[str(i)] == golden("qwen2_vl")[name]["tokens"].tolist(), name
 
 
-def test_first_come_first_served_without_chunks():
+def test_first_come_first_served_without_chunks_gives_the_same_tokens():
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded, max_num_batched_tokens=64, max_model_len=56, options={"enable_chunked_prefill": False})
     items = [request(f"r{n}", n, greedy(max_tokens=4)) for n in (30, 40, 50, 3)]
@@ -73,10 +80,10 @@ def test_first_come_first_served_without_chunks():
     assert tokens(run(engine, *items)) == expected
 
 
-def test_segments_of_a_request_are_taken_as_they_are_and_get_deadlines():
+def test_given_segments_are_kept_and_get_deadlines():
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded, options={"scheduling_policy": "slo", "ttft_ms": 1000})
-    item = asked(loaded, "one_image")
+    item = vision_request(loaded, "one_image")
     length = len(item.prompt_ids)
     cut = (Segment(start=0, stop=10, modality="text"), Segment(start=10, stop=length, modality="image"))
     found = engine._with_deadlines(dataclasses.replace(item, segments=cut, arrival=5.0, slo=SLO(priority=2)))
@@ -85,7 +92,7 @@ def test_segments_of_a_request_are_taken_as_they_are_and_get_deadlines():
     assert found.slo.ttft_ms == 1000
 
 
-def test_a_policy_that_there_is_not_is_refused():
+def test_an_unknown_policy_is_refused():
     loaded = load_tiny("qwen2_vl")
     with pytest.raises(ValueError, match="by_sentence"):
         make_engine(loaded, options={"segment_policy": "by_moon"})
@@ -100,9 +107,9 @@ def leaves_a_gap(view):
     return [Segment(start=0, stop=1, modality="text")]
 
 
-def test_a_custom_policy_that_leaves_a_gap_is_the_requests_fault_and_no_more():
+def test_a_custom_policy_that_leaves_a_gap_refuses_only_the_request():
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded, options={"segment_policy": f"{__name__}:leaves_a_gap"})
     with pytest.raises(InvalidRequest, match="in no segment"):
-        engine.add(asked(loaded, tiny_vl.CASES["text"]))
+        engine.add(vision_request(loaded, tiny_vl.CASES["text"]))
     assert not engine.has_work

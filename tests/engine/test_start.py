@@ -1,4 +1,4 @@
-"""What a start makes of settings and memory, and that a second one finds everything in the compilation cache."""
+"""Sizing from settings and memory, and starts that find all programs in the compilation cache."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ from tests.engines import (
 pytestmark = pytest.mark.smoke
 
 
-def test_a_second_start_with_other_free_memory_only_hits_the_cache():
+def test_a_start_with_slightly_different_memory_only_hits_the_compilation_cache():
     first = load_tiny("main")
     assert first.runner_config.num_pages == 496
     hits, compiled = compat.cache_hits(), compat.compilations()
@@ -59,13 +59,13 @@ def test_page_counts_have_five_significant_bits(pages):
 
 @pytest.fixture(scope="module")
 def main():
-    """Compiled before `dry` keeps anything from being."""
+    """Compiled before `dry` disables compilation."""
     return load_tiny("main")
 
 
 @pytest.fixture
 def dry(monkeypatch):
-    """Loads and sizes without compiling anything."""
+    """A function that loads and sizes without compiling."""
     monkeypatch.setattr(Runner, "start", lambda self, *_: {})
 
     def load(blocks=100_000, progress=None, **options):
@@ -85,7 +85,7 @@ def dry(monkeypatch):
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 37])
 @pytest.mark.parametrize("max_model_len", [None, 1024, 1000, 17, 1])
-def test_room_for_every_sequence_when_memory_is_plenty_and_not_much_more(dry, max_num_seqs, max_model_len):
+def test_with_enough_memory_the_cache_holds_max_num_seqs_full_sequences(dry, max_num_seqs, max_model_len):
     info = dry(max_num_seqs=max_num_seqs, max_model_len=max_model_len).info
     assert info.max_model_len == (max_model_len or 1024)
     needed = max_num_seqs * -(-info.max_model_len // 16)
@@ -93,10 +93,10 @@ def test_room_for_every_sequence_when_memory_is_plenty_and_not_much_more(dry, ma
     assert info.kv_cache_bytes == info.num_blocks * BLOCK_BYTES
 
 
-def test_api_15_a_small_cache_shortens_the_context_everywhere(main, dry, caplog):
+def test_api_15_a_small_cache_lowers_max_model_len(main, dry, caplog):
     info = dry(blocks=20).info
     assert info.max_model_len == 19 * 16
-    assert "max_model_len is 304, all the KV cache holds" in caplog.text
+    assert "max_model_len is lowered from 1024 to 304" in caplog.text
     engine = make_engine(main, num_blocks=info.num_blocks, max_model_len=info.max_model_len)
     answers = run(engine, request("fits", 300, greedy(max_tokens=None)), request("scored", 304, greedy(max_tokens=0)))
     assert len(answers["fits", 0].tokens) == 4
@@ -105,7 +105,7 @@ def test_api_15_a_small_cache_shortens_the_context_everywhere(main, dry, caplog)
 
 
 @pytest.mark.parametrize("wanted", [1024, 1000, 528, 33])
-def test_a_cache_too_small_for_the_context_asked_for_says_what_would_do(dry, wanted):
+def test_error_for_a_cache_too_small_for_max_model_len_names_a_size_that_works(dry, wanted):
     with pytest.raises(ValueError, match="holds 16 tokens") as error:
         dry(blocks=2, max_model_len=wanted)
     assert f"max_model_len is {wanted}" in str(error.value)
@@ -122,7 +122,7 @@ def test_a_cache_without_a_usable_block_is_refused(dry, blocks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_model_len": 1025}, "1025 is more than the 1024 positions"),
+        ({"max_model_len": 1025}, "1025 is more than the model's 1024 positions"),
         ({"max_num_seqs": 65}, r"max_num_batched_tokens \(64\) must be at least max_num_seqs \(65\)"),
         ({"dtype": "int8"}, "dtype must be auto, float32 or bfloat16, got 'int8'"),
         ({"block_size": 24}, "power of two, got 24"),
@@ -131,17 +131,17 @@ def test_a_cache_without_a_usable_block_is_refused(dry, blocks):
         ({"generation_config": "none"}, "got 'none'"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_with_the_numbers(dry, options, message):
+def test_errors_for_impossible_settings_name_the_values(dry, options, message):
     with pytest.raises(ValueError, match=message):
         dry(**options)
 
 
-def test_a_directory_that_is_no_model_is_refused(dry, tmp_path):
+def test_a_directory_without_a_model_is_refused(dry, tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         dry(model_dir=tmp_path)
 
 
-def test_dtype_of_the_checkpoint_and_of_the_setting(dry, tmp_path):
+def test_dtype_is_the_setting_or_the_checkpoints(dry, tmp_path):
     assert dry().info.dtype == "float32"
     half = dry(dtype="bfloat16").info
     assert (half.dtype, half.kv_cache_bytes) == ("bfloat16", half.num_blocks * BLOCK_BYTES // 2)
@@ -151,7 +151,7 @@ def test_dtype_of_the_checkpoint_and_of_the_setting(dry, tmp_path):
     assert np.dtype(jnp.bfloat16) == half.dtype
 
 
-def test_sampling_defaults_of_the_model(dry, tmp_path):
+def test_sampling_defaults_are_from_generation_config(dry, tmp_path):
     directory = tiny.write_tiny(tmp_path, "llama")
     path = directory / "generation_config.json"
     path.write_text(
@@ -168,7 +168,7 @@ def test_sampling_defaults_of_the_model(dry, tmp_path):
     ("generation", "expected"),
     [('{"eos_token_id": [2, 0, 7]}', {0, 2, 7}), ('{"eos_token_id": 0}', {0}), ("{}", {2}), (None, {2})],
 )
-def test_every_eos_is_found(dry, tmp_path, generation, expected):
+def test_eos_ids_are_from_generation_config_or_config(dry, tmp_path, generation, expected):
     directory = tiny.write_tiny(tmp_path, "llama")
     path = directory / "generation_config.json"
     path.unlink() if generation is None else path.write_text(generation)
@@ -183,9 +183,8 @@ def test_progress_names_each_tensor_and_ends_at_the_total(dry):
     assert {total for _, _, total, _ in load} == {load[-1][1]}
 
 
-def test_what_an_engine_needs_besides_weights_and_cache(main):
-    """On a GPU the cache gets what this leaves: more than any program takes must be left out, not only the largest
-    body's."""
+def test_needs_cover_every_program(main):
+    """On a GPU the cache gets the rest of the memory, so the needs of all programs must be covered, not only bodies."""
     runner = main.runner
     with one_process_at_a_time():
         needs = loading._needs(runner)
@@ -197,7 +196,7 @@ def test_what_an_engine_needs_besides_weights_and_cache(main):
     assert needs["state of sequences"] == sum(array.nbytes for array in held)
 
 
-def test_the_largest_of_each_kind_is_reckoned_with(main, monkeypatch):
+def test_needs_are_measured_with_the_largest_program_of_each_kind(main, monkeypatch):
     compiled = []
 
     def compile_all(jobs):
@@ -209,6 +208,6 @@ def test_the_largest_of_each_kind_is_reckoned_with(main, monkeypatch):
     config = dataclasses.replace(runner.config, swap=True, compression=True)
     loading._needs(Runner(runner._model, runner._weights, config, runner.mesh))
     heads = [("head", 8, variant) for variant in ("greedy", "sample", "full")]
-    copies = [("read", 16), ("write", 16), ("compact", runner.shapes.pages_per_row)]
+    copies = [("read", 16), ("write", 16), ("compact", runner.sizes.pages_per_row)]
     bodies = [("mixed", 64), ("decode", 8), ("score", 64)]
     assert sorted(compiled) == sorted([*bodies, *heads, ("admit",), ("history",), *copies])

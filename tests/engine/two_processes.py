@@ -2,8 +2,7 @@
 
 python -m tests.engine.two_processes PROCESS_ID PORT MODE
 
-Modes: "answer" generates and ends; "die" has the follower end without a word in the middle of the work, "die-front" the
-front.
+Modes: "answer" generates and stops; "die" kills the follower during generation, "die-front" the front.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Golden outputs of transformers on the tiny checkpoints, and the script that makes them."""
+"""Golden outputs of transformers for the tiny checkpoints, and the scripts that make them."""

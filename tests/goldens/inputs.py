@@ -1,9 +1,9 @@
-"""Whether the committed goldens were checked with today's inputs. No torch needed.
+"""Whether the committed goldens were checked with the current inputs. Needs no torch.
 
     python -m tests.goldens.inputs            # exit code 1 if transformers must compute the goldens again
-    python -m tests.goldens.inputs --record   # after make.py and make_vl.py have
+    python -m tests.goldens.inputs --record   # after make.py and make_vl.py have done so
 
-checked.json holds a digest of the checkpoints as they are written, the prompts and images, the code that computes the
+checked.json holds a digest of the written checkpoints, the prompts and images, the code that computes the
 goldens, and the versions of torch and transformers that the Makefile installs for it.
 """
 
@@ -26,14 +26,14 @@ RECORD = HERE / "checked.json"
 
 
 def versions() -> dict[str, str]:
-    """torch and transformers as the Makefile pins them."""
+    """The versions of torch and transformers in the Makefile."""
     return {
         name.lower(): version for name, version in re.findall(r"^(TORCH|TRANSFORMERS) := (\S+)$", _makefile(), re.M)
     }
 
 
 def digest() -> str:
-    """Of everything that the goldens are computed from."""
+    """Digest of everything that the goldens are computed from."""
     parts = [source_digest([HERE / "make.py", HERE / "make_vl.py"], root=ROOT), json.dumps(versions(), sort_keys=True)]
     with tempfile.TemporaryDirectory() as folder:
         for variant in tiny.VARIANTS:

@@ -1,11 +1,11 @@
-"""Makes (or with --check compares) the golden outputs: what transformers computes for the tiny checkpoints.
+"""Make (or with --check compare) the golden outputs of transformers for the tiny checkpoints.
 
-Runs where torch is installed, which is not the engine's environment:
+Needs torch, which the engine's environment does not have:
 
     python tests/goldens/make.py            # writes tests/goldens/<variant>.npz
     python tests/goldens/make.py --check    # makes them again and compares; exit code 1 on a difference
 
-Each <variant>.npz holds, for the prompts tests.tiny.prompt(n), n in PROMPT_LENGTHS, all in float32:
+Each <variant>.npz holds, for the prompts tests.tiny.prompt(n), n in PROMPT_LENGTHS, computed in float32:
     lengths            int32   [prompts]          prompt lengths
     logits             float32 [prompts, vocab]   logits at the last prompt position
     tokens             int16   [prompts, 64]      greedy continuation, not stopped at EOS
@@ -33,12 +33,12 @@ from tests import tiny  # noqa: E402
 
 GREEDY_TOKENS = 64
 SCORED_LENGTH = 64
-TOLERANCE = 5e-5  # absolute and relative: float32 of two processors differed by up to 3.3e-5
-SMALLEST_GAP = 3e-4  # between the best two logits of every greedy step: errors of 1e-4 in each cannot flip a token
+TOLERANCE = 5e-5  # absolute and relative: float32 results of two processors differed by up to 3.3e-5
+SMALLEST_GAP = 3e-4  # between the best two logits of every greedy step: errors of 1e-4 do not change the token
 
 
 def weights_digest(variant: str) -> str:
-    """What the goldens depend on, to notice without torch that tests/tiny.py has changed since they were made."""
+    """Digest of everything the goldens depend on, to detect changes of tests/tiny.py without torch."""
     config = tiny.config(variant)
     prompts = (str(tiny.prompt(length)).encode() for length in tiny.PROMPT_LENGTHS)
     return digest(config, tiny.weights(config), prompts)
@@ -60,7 +60,7 @@ def load(variant: str) -> dict[str, np.ndarray]:
 
 
 def oracle(write: Callable[[str], object], name: str, auto_class: str = "AutoModelForCausalLM"):
-    """transformers' model, float32 and eager, of the directory that `write` fills."""
+    """Load transformers' model, float32 and eager, from the directory that `write` fills."""
     import torch
     import transformers
 
@@ -114,9 +114,9 @@ def make(variant: str) -> dict[str, np.ndarray]:
 
 
 def _greedy(torch, model, ids):
-    """Logits after the prompt, GREEDY_TOKENS greedy tokens, and the smallest gap between a step's best two logits.
+    """Logits after the prompt, GREEDY_TOKENS greedy tokens, and the smallest gap between the best two logits of a step.
 
-    Every step computes the whole sequence again: an oracle for KV caches should not have one.
+    Every step recomputes the whole sequence, because the oracle for a KV cache must not use one.
     """
     first, gap, ids = None, np.inf, list(ids)
     for _ in range(GREEDY_TOKENS):
@@ -129,7 +129,7 @@ def _greedy(torch, model, ids):
 
 
 def differences(committed: dict[str, np.ndarray], fresh: dict[str, np.ndarray]) -> list[str]:
-    """What differs, in words; the versions may."""
+    """Descriptions of all differences, except in the versions."""
     found = []
     for key in fresh:
         if key == "versions":
@@ -147,7 +147,7 @@ def differences(committed: dict[str, np.ndarray], fresh: dict[str, np.ndarray]) 
 
 
 def main(doc: str, names: Sequence[str], make: Callable[[str], dict[str, np.ndarray]]) -> int:
-    """The command line of both scripts: writes or checks <name>.npz for each name."""
+    """The command line of both scripts: write or check <name>.npz for each name."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
     parser.add_argument("names", nargs="*", default=list(names), help="default: all")

@@ -1,19 +1,19 @@
-"""Makes (or with --check compares) the golden outputs of the tiny vision checkpoints, as make.py does for the others.
+"""Make (or with --check compare) the golden outputs of the tiny vision checkpoints, like make.py for the others.
 
     python tests/goldens/make_vl.py            # writes tests/goldens/<family>.npz
     python tests/goldens/make_vl.py --check    # makes them again and compares; exit code 1 on a difference
 
 Each <family>.npz holds, for each case of tests.tiny_vl.CASES, under "<case>/":
-    ids         int16   [T]             the prompt, a placeholder for each feature
+    ids         int16   [T]             the prompt, with one placeholder per feature
     grids       int32   [items, 3]      (steps, rows, columns) of patches of each image or video, in order
-    features    float32 [F, hidden]     what the tower gives for them, one after another in the same order
-    embed_rows  int32   [rows]          places in the prompt: the ends of each run of placeholders, and their neighbours
-    embeds      float32 [rows, hidden]  what the first text layer reads there, features in place of placeholders
-    positions   int32   [3, T]          M-RoPE positions (time, height, width)
-    delta       int32   []              what is added to a generated token's place to get its position
-    logits      float32 [vocab]         at the last position of the prompt
+    features    float32 [F, hidden]     the tower's features of all items, in the same order
+    embed_rows  int32   [rows]          indices in the prompt: ends of each run of placeholders, and their neighbours
+    embeds      float32 [rows, hidden]  input of the first text layer there, with features in place of placeholders
+    positions   int32   [3, T]          M-RoPE positions (temporal, height, width)
+    delta       int32   []              a generated token's position minus its index
+    logits      float32 [vocab]         logits at the last position of the prompt
     tokens      int16   [32]            greedy continuation, not stopped at EOS
-and beside the cases weights_sha256 and versions, as in make.py.
+It also holds weights_sha256 and versions, as in make.py.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ MODALITIES = {"text": 0, "image": 1, "video": 2}  # transformers' mm_token_type_
 
 
 def weights_digest(family: str) -> str:
-    """What the goldens depend on, to notice without torch that tests/tiny_vl.py has changed since they were made."""
+    """Digest of everything the goldens depend on, to detect changes of tests/tiny_vl.py without torch."""
     inputs = []
     for case in tiny_vl.CASES.values():
         items = [(item.modality, dataclasses.astuple(item)) for item in case.items]
@@ -45,7 +45,7 @@ def weights_digest(family: str) -> str:
 
 
 def load_vl(family: str) -> dict[str, dict[str, np.ndarray]]:
-    """The committed goldens of one family: case -> array -> values, named as above."""
+    """The committed goldens of one family: case -> array name -> array."""
     cases = {name: {} for name in tiny_vl.CASES}
     for key, value in text.load(family).items():
         case, _, array = key.partition("/")
@@ -87,7 +87,7 @@ def _case(torch, model, processor, name: str, case: Case) -> dict[str, np.ndarra
     features = _features(torch, model, case, inputs)
     embeds = model.model.language_model.embed_tokens(ids)[0]
     places = (inputs["mm_token_type_ids"][0] != MODALITIES["text"]).nonzero()[:, 0]
-    embeds[places] = features  # in order; expanded_ids gives as many as there are
+    embeds[places] = features  # in order; expanded_ids has one placeholder per feature
     grids = {key: inputs.get(key) for key in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
     positions, delta = model.model.get_rope_index(ids, inputs["mm_token_type_ids"], **grids)
     first, tokens, gap = _greedy(torch, model, embeds, positions[:, 0])
@@ -109,7 +109,7 @@ def _case(torch, model, processor, name: str, case: Case) -> dict[str, np.ndarra
 
 
 def _model_inputs(torch, model, processor, case: Case) -> dict:
-    """What transformers' model takes for a case, all but what it works out by itself."""
+    """The inputs of transformers' model for a case, without those that it computes itself."""
     ids = torch.tensor([tiny_vl.expanded_ids(case)])
     types = torch.zeros_like(ids)
     types[ids == model.config.image_token_id] = MODALITIES["image"]
@@ -130,10 +130,10 @@ def _model_inputs(torch, model, processor, case: Case) -> dict:
 
 
 def _patches(processor, item: ImageItem | VideoItem) -> np.ndarray:
-    """float32 [patches, channels * frames * patch * patch] by transformers' image processor.
+    """float32 [patches, channels * frames * patch * patch], from transformers' image processor.
 
-    Its video processor needs torchvision, so a step of a video is put together of its frames' patches: in each patch of
-    a still image the image stands once for every frame of the step.
+    Its video processor needs torchvision, so the patches of a video step are combined from those of its frames: a patch
+    of an image repeats the image for every frame of a step.
     """
     from PIL import Image
 
@@ -153,7 +153,7 @@ def _patches(processor, item: ImageItem | VideoItem) -> np.ndarray:
 
 
 def _features(torch, model, case: Case, inputs: dict):
-    """[tokens, hidden] of all images and videos, in the prompt's order; images go through the tower together."""
+    """Features [tokens, hidden] of all images and videos, in prompt order. All images share one call of the tower."""
     queues = {"image": iter(()), "video": iter(())}
     if "pixel_values" in inputs:
         made = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
@@ -166,8 +166,10 @@ def _features(torch, model, case: Case, inputs: dict):
 
 
 def _greedy(torch, model, embeds, positions):
-    """Logits after the prompt, GREEDY_TOKENS greedy tokens, and the smallest gap between a step's best two logits.
-    Without a cache, as in make.py; a new token's position is one more than the largest before it."""
+    """Logits after the prompt, GREEDY_TOKENS greedy tokens, and the smallest gap between the best two logits of a step.
+
+    Without a cache, as in make.py. A new token's position is the largest position before it plus one.
+    """
     decoder, first, tokens, gap = model.model.language_model, None, [], np.inf
     for _ in range(GREEDY_TOKENS):
         hidden = decoder(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False)
@@ -182,7 +184,7 @@ def _greedy(torch, model, embeds, positions):
 
 
 def _check_against_whole_model(torch, model, name: str, inputs: dict, first: np.ndarray, tokens: list[int]) -> None:
-    """transformers' own way through images, positions and cache gives the same as the steps taken here."""
+    """Check the results against transformers' whole model with its own handling of images, positions and cache."""
     attention_mask = torch.ones_like(inputs["input_ids"])
     whole = model(**inputs, attention_mask=attention_mask).logits[0, -1].numpy()
     if not np.allclose(whole, first, rtol=text.TOLERANCE, atol=text.TOLERANCE):
@@ -196,7 +198,7 @@ def _check_against_whole_model(torch, model, name: str, inputs: dict, first: np.
 
 
 def _edges(places: list[int], length: int) -> list[int]:
-    """First and last place of each run, and the places beside them."""
+    """First and last index of each run, and the indices beside them."""
     inside = set(places)
     ends = {i for i in places if not {i - 1, i + 1} <= inside}
     return sorted({i + k for i in ends for k in (-1, 0, 1) if 0 <= i + k < length} - (inside - ends))

@@ -1,7 +1,6 @@
-"""The committed goldens belong to the tiny checkpoints as tests/tiny.py and tests/tiny_vl.py write them now. No torch
-needed.
+"""The committed goldens match the tiny checkpoints of tests/tiny.py and tests/tiny_vl.py. Needs no torch.
 
-`make goldens-check` computes them again with transformers and compares, if their inputs have changed since it last did.
+`make goldens-check` compares them with transformers' results if their inputs have changed since it last did.
 """
 
 import json
@@ -37,7 +36,7 @@ def test_changed_inputs_are_noticed(monkeypatch):
 def test_goldens_were_made_from_these_weights(variant):
     golden = make.load(variant)
     assert str(golden["weights_sha256"]) == make.weights_digest(variant), (
-        f"tests/tiny.py or numpy's bit stream changed since {variant}.npz was made: run tests/goldens/make.py again"
+        f"tests/tiny.py or numpy's bit stream has changed since {variant}.npz was made: run tests/goldens/make.py"
     )
     prompts, vocab = len(tiny.PROMPT_LENGTHS), tiny.config(variant)["vocab_size"]
     assert golden["lengths"].tolist() == list(tiny.PROMPT_LENGTHS)
@@ -49,7 +48,7 @@ def test_goldens_were_made_from_these_weights(variant):
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_golden_output_is_varied(variant):
-    # A repeated token would hide errors in positions and in the cache.
+    # Repeated tokens would hide errors in positions and in the cache.
     tokens = make.load(variant)["tokens"]
     assert min(len(set(row)) for row in tokens.tolist()) >= 16
 
@@ -65,13 +64,13 @@ FAMILIES = pytest.mark.parametrize("family", tiny_vl.FAMILIES)
 @FAMILIES
 def test_vision_goldens_were_made_from_these_weights_and_images(family):
     assert str(make.load(family)["weights_sha256"]) == make_vl.weights_digest(family), (
-        f"tests/tiny_vl.py or numpy's bit stream changed since {family}.npz was made: run make_vl.py again"
+        f"tests/tiny_vl.py or numpy's bit stream has changed since {family}.npz was made: run make_vl.py"
     )
     assert (make.HERE / f"{family}.npz").stat().st_size < 300_000
 
 
 @FAMILIES
-def test_vision_goldens_are_whole(family):
+def test_vision_goldens_are_complete(family):
     goldens, table = make_vl.load_vl(family), tiny_vl.weights(family)["model.embed_tokens.weight"]
     assert goldens.keys() == tiny_vl.CASES.keys()
     for name, golden in goldens.items():
@@ -100,17 +99,17 @@ def test_vision_output_is_varied(family):
 
 
 @FAMILIES
-def test_text_goes_on_behind_the_largest_position_of_what_is_seen(family):
-    # Where a video has more temporal positions than its frames have rows and columns, transformers 4 goes on
-    # behind the last temporal position, transformers 5.24 behind the larger side, back in time. No golden hangs on it.
+def test_text_continues_after_the_largest_position_of_an_image_or_video(family):
+    # transformers 4 and 5.24 differ for videos with more temporal positions than rows and columns: version 5.24
+    # continues after the larger side (see README.md). The goldens have no such video.
     for golden in make_vl.load_vl(family).values():
-        positions, seen = golden["positions"], golden["ids"] >= 510
-        for i in np.flatnonzero(seen[:-1] & ~seen[1:]):
+        positions, media = golden["positions"], golden["ids"] >= 510
+        for i in np.flatnonzero(media[:-1] & ~media[1:]):
             assert (positions[:, i + 1] == positions[:, : i + 1].max() + 1).all()
 
 
-def test_video_times_are_cut_off_after_the_multiplication():
-    # Steps of 0.8 seconds at 2 positions a second: 0, 1.6, 3.2. Qwen2-VL counts steps.
+def test_temporal_positions_are_truncated_after_the_product():
+    # Steps of 0.8 seconds at 2 positions per second: 0, 1.6, 3.2. Qwen2-VL counts steps.
     for family, times in (("qwen2_vl", [0, 1, 2]), ("qwen2_5_vl", [0, 1, 3])):
         golden = make_vl.load_vl(family)["video"]
         time, row, column = golden["positions"][:, golden["ids"] == 511]

@@ -1,4 +1,4 @@
-"""The two kinds of tokenizer, as the engine loads them."""
+"""Tokenizers of both families, loaded like the engine does."""
 
 import pytest
 

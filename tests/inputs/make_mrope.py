@@ -1,6 +1,6 @@
-"""Makes mrope.json: rotary positions of random mixes of text, images and video, by transformers' get_rope_index.
+"""Write mrope.json: positions of random mixes of text, images and video, from transformers' get_rope_index.
 
-Run it with an interpreter that has torch and transformers (5.24 made the file); the tests only read the file.
+Needs torch and transformers (the file is from 5.24). The tests only read the file.
 """
 
 import json
@@ -13,11 +13,11 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 MODELS = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel}
-FPS = (0.6, 1.0, 1.5, 2.0, 3.0, 24.0, 30000 / 1001, 30.0)  # a third of a second shows the precision
+FPS = (0.6, 1.0, 1.5, 2.0, 3.0, 24.0, 30000 / 1001, 30.0)  # thirds of a second depend on the precision
 
 
 def case(rng: random.Random) -> dict:
-    """One mix. A part is a number of text tokens, or the grid of an image, or the grid of a video and its fps."""
+    """One mix. A part is a number of text tokens, the grid of an image, or the grid and fps of a video."""
     model, tokens_per_second = rng.choice(sorted(MODELS)), rng.choice((2, 4, 25))
     parts, kinds, grids, seconds = [], [], {1: [], 2: []}, []
     for _ in range(rng.randint(1, 4)):
@@ -35,7 +35,7 @@ def case(rng: random.Random) -> dict:
     vision = types.SimpleNamespace(spatial_merge_size=2, tokens_per_second=tokens_per_second)
     stub = types.SimpleNamespace(config=types.SimpleNamespace(vision_config=vision))
     stub.get_vision_position_ids = types.MethodType(MODELS[model].get_vision_position_ids, stub)
-    # The processor hands the seconds over as a float32 tensor.
+    # The processor passes the seconds as a float32 tensor.
     timing = {"second_per_grid_ts": torch.tensor(seconds)} if seconds and model == "qwen2_5_vl" else {}
     positions, delta = MODELS[model].get_rope_index(
         stub,

@@ -1,4 +1,4 @@
-"""Images and videos for tests, made here, and settings to read them with."""
+"""Generated images and videos for tests, and vision settings."""
 
 import io
 import subprocess
@@ -28,7 +28,7 @@ QWEN2_VL = {
 
 
 def settings(**changes) -> VisionSettings:
-    """Qwen2-VL's, with a server's usual bound."""
+    """Qwen2-VL's settings, with the server's default limit on pixels."""
     values = {
         "patch_size": 14,
         "temporal_patch_size": 2,
@@ -49,7 +49,7 @@ def settings(**changes) -> VisionSettings:
 
 
 def vision_config(tokenizer: Tokenizer, **changes) -> VisionConfig:
-    """Of a model that reads what these settings make; its placeholders are the tokenizer's."""
+    """The config of a tiny model that matches `settings`, with the tokenizer's placeholders."""
     image, video = (tokenizer.encode(token)[0] for token in ("<|image_pad|>", "<|video_pad|>"))
     values = {
         "depth": 2,
@@ -73,7 +73,7 @@ def vision_config(tokenizer: Tokenizer, **changes) -> VisionConfig:
 
 
 def noise(width: int, height: int, *, seed: int = 0, channels: int = 3) -> np.ndarray:
-    """uint8 [height, width, channels], smooth enough for lossy coders and different at each place and seed."""
+    """uint8 [height, width, channels], smooth enough for lossy codecs, different at each position and seed."""
     y, x = np.mgrid[:height, :width]
     planes = [(x * (3 + c) + y * (7 - c) + seed * 29 + c * 80) % 256 for c in range(channels)]
     return np.stack(planes, axis=-1).astype(np.uint8)
@@ -104,8 +104,12 @@ def clip(
     file: Path | None = None,
     **options: str,
 ) -> bytes:
-    """A video of `frames` different frames of (width, height) `size`, or of `images`. `times` are milliseconds; `file`
-    is where it is put together, where memory will not do."""
+    """Encode a video of `frames` different frames of (width, height) `size`, or of `images`.
+
+    Args:
+        times: presentation times in milliseconds.
+        file: where to write it, for containers that cannot be written to memory.
+    """
     stream = io.BytesIO()
     with av.open(file or stream, "w", format=format, container_options=container or {}) as video:
         video.metadata["title"] = title
@@ -124,7 +128,7 @@ def clip(
 
 
 def all_frames(data: bytes) -> list[np.ndarray]:
-    """Every frame of a video, decoded from its beginning to its end: what taking some of them is compared with."""
+    """Every frame of a video, decoded from beginning to end: the oracle for sampled frames."""
     with av.open(io.BytesIO(data)) as video:
         return [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
 
@@ -136,7 +140,7 @@ from omni_jax.inputs.video import decode_video, pack_video
 from omni_jax.requests import InvalidRequest
 from tests.inputs import media
 
-def high_water():  # MB; getrusage would count what the parent had
+def peak_memory():  # MB; getrusage would include the parent's memory
     return [int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
 
 settings = media.settings()
@@ -144,23 +148,26 @@ open_image(media.encoded(media.make_image(64, 64)))
 decode_video(media.clip(4), settings)
 for file in sys.argv[1:]:
     data = open(file, "rb").read()
-    before = high_water()
+    before = peak_memory()
     try:
         {code}
-        said = "done"
+        outcome = "done"
     except InvalidRequest as error:
-        said = str(error)
-    print(high_water() - before, said)
+        outcome = str(error)
+    print(peak_memory() - before, outcome)
 """
 
 
 def memory_growth(code: str, files: list[bytes], folder: Path) -> list[tuple[str, float]]:
-    """Runs code on the `data` of each file (and `settings`) in a process of its own: what it was refused with, or
-    "done", and by how many MB the most memory the process ever had grew by it."""
+    """Run code on the `data` of each file (and `settings`) in one subprocess.
+
+    Returns:
+        For each file the error message, or "done"; and the growth of the process's peak memory in MB.
+    """
     paths = [folder / str(i) for i in range(len(files))]
     for path, data in zip(paths, files, strict=True):
         path.write_bytes(data)
     command = [sys.executable, "-W", "ignore", "-c", _GROWTH.replace("{code}", code), *map(str, paths)]
     output = subprocess.run(command, capture_output=True, timeout=300, check=True).stdout.decode()
     lines = [line.split(" ", 1) for line in output.splitlines()]
-    return [(said, float(growth)) for growth, said in lines]
+    return [(outcome, float(growth)) for growth, outcome in lines]

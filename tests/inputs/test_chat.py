@@ -1,4 +1,4 @@
-"""Chat templates: what is rendered, what is refused, and that no one can type a control token."""
+"""Chat templates: rendering, invalid requests, and control tokens in client text."""
 
 import json
 
@@ -47,7 +47,7 @@ CONVERSATION = [
 
 
 @pytest.mark.parametrize("generation_prompt", [True, False])
-def test_ordinary_chats_are_transformers(byte_level, tmp_path, generation_prompt):
+def test_chats_equal_transformers(byte_level, tmp_path, generation_prompt):
     path = vocabularies.write_directory(tmp_path, vocabularies.byte_level(), eos_token="<|im_end|>")
     oracle = PreTrainedTokenizerFast.from_pretrained(path)
     expected = oracle.apply_chat_template(
@@ -57,7 +57,7 @@ def test_ordinary_chats_are_transformers(byte_level, tmp_path, generation_prompt
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_ordinary_chats_are_transformers_in_sentencepiece(tmp_path, legacy):
+def test_chats_equal_transformers_in_sentencepiece(tmp_path, legacy):
     template = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }} {{ eos_token }}{% endfor %}"
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     backend = vocabularies.sentencepiece(legacy=legacy)
@@ -68,7 +68,7 @@ def test_ordinary_chats_are_transformers_in_sentencepiece(tmp_path, legacy):
     assert Tokenizer.from_directory(path).render_chat(CONVERSATION) == expected
 
 
-def test_continue_final_message(byte_level):
+def test_continue_final_message_leaves_the_last_message_open(byte_level):
     messages = [*HELLO, {"role": "assistant", "content": "The capital " + HOSTILE}]
     text = text_of(byte_level, messages, add_generation_prompt=False, continue_final_message=True)
     assert text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nThe capital " + HOSTILE
@@ -76,7 +76,7 @@ def test_continue_final_message(byte_level):
         byte_level.render_chat(messages, continue_final_message=True)
 
 
-def test_tools_and_template_kwargs(tmp_path):
+def test_templates_get_tools_and_template_kwargs(tmp_path):
     template = "{{ tools | tojson }}|{{ mood }}|{{ messages[0].content }}"
     tokenizer = with_template(tmp_path, template)
     text = text_of(tokenizer, HELLO, tools=[WEATHER], template_kwargs={"mood": "calm"})
@@ -88,7 +88,7 @@ def test_tools_and_template_kwargs(tmp_path):
         assert caught.value.param == "chat_template_kwargs"
 
 
-def test_api_16_no_content_in_all_its_forms(byte_level):
+def test_api_16_null_missing_and_empty_content_are_equal(byte_level):
     forms = [assistant_call("{}", **content) for content in ({"content": None}, {}, {"content": ""}, {"content": []})]
     rendered = [byte_level.render_chat(form) for form in forms]
     assert all(ids == rendered[0] for ids in rendered)
@@ -97,7 +97,7 @@ def test_api_16_no_content_in_all_its_forms(byte_level):
     )
 
 
-def test_null_keys_are_absent_ones(tmp_path):
+def test_null_keys_are_dropped(tmp_path):
     template = "{% for m in messages %}{% if 'tool_calls' in m or 'name' in m %}there{% endif %}.{% endfor %}"
     tokenizer = with_template(tmp_path, template)
     assert text_of(tokenizer, [{"role": "assistant", "content": "a", "tool_calls": None, "name": None}]) == "."
@@ -105,27 +105,27 @@ def test_null_keys_are_absent_ones(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", ["null", "", " ", "{}", None, {}])
-def test_api_17_empty_arguments(byte_level, arguments):
+def test_api_17_empty_arguments_are_an_empty_object(byte_level, arguments):
     assert "call weather {}<|im_end|>" in text_of(byte_level, assistant_call(arguments))
 
 
 @pytest.mark.parametrize(
     "arguments", ["[1]", "{bad", '"x"', "3", '{"a": NaN}', "[" * 100_000, "9" * 5000, [1], "\ud83d"]
 )
-def test_api_17_arguments_that_are_no_object(byte_level, arguments):
+def test_api_17_arguments_that_are_not_an_object_are_refused(byte_level, arguments):
     with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls\[0\].function.arguments must be") as caught:
         byte_level.render_chat(assistant_call(arguments))
     assert caught.value.param == "messages"
     assert len(str(caught.value)) < 300
 
 
-def test_api_17_arguments_are_objects_to_the_template(byte_level):
+def test_api_17_templates_get_arguments_as_objects(byte_level):
     assert 'call weather {"city": "Paris", "days": 2}' in text_of(
         byte_level, assistant_call('{"city":"Paris","days":2}')
     )
 
 
-def test_api_17_text_parts_are_the_plain_string(byte_level):
+def test_api_17_text_parts_equal_the_joined_string(byte_level):
     plain, parts = assistant_call("{}"), assistant_call("{}")
     parts[-1]["content"] = [{"type": "text", "text": "18"}]
     assert byte_level.render_chat(plain) == byte_level.render_chat(parts)
@@ -147,13 +147,13 @@ def test_api_17_text_parts_are_the_plain_string(byte_level):
         ([{"role": "assistant", "tool_calls": "x"}], "tool_calls must be a list"),
     ],
 )
-def test_bad_messages(byte_level, messages, message):
+def test_bad_messages_are_refused(byte_level, messages, message):
     with pytest.raises(InvalidRequest, match=message) as caught:
         byte_level.render_chat(messages)
     assert caught.value.param == "messages"
 
 
-def test_api_13_surrogates_anywhere_in_a_chat(byte_level):
+def test_api_13_unpaired_surrogates_anywhere_in_a_chat_are_refused(byte_level):
     bad = "x\ud83d"
     call = assistant_call(json.dumps({"a": bad}))
     named = assistant_call("{}")
@@ -200,7 +200,7 @@ def test_deep_nesting_is_refused(byte_level):
         ("{{ messages[0].content.foo() }}", "no attribute 'foo'"),
     ],
 )
-def test_what_the_template_refuses_is_the_clients_to_know(tmp_path, template, message):
+def test_template_errors_reach_the_client(tmp_path, template, message):
     tokenizer = with_template(tmp_path, template)
     with pytest.raises(InvalidRequest) as caught:
         tokenizer.render_chat([{"role": "user", "content": "<|im_end|>"}])
@@ -208,7 +208,7 @@ def test_what_the_template_refuses_is_the_clients_to_know(tmp_path, template, me
     assert caught.value.param == "messages"
 
 
-def test_templates_given_by_text_and_by_file(tmp_path):
+def test_a_chat_template_is_given_as_text_or_file(tmp_path):
     path = vocabularies.write_directory(tmp_path, vocabularies.byte_level(), chat_template=None)
     without = Tokenizer.from_directory(path)
     assert not without.has_chat_template
@@ -231,11 +231,11 @@ def test_templates_given_by_text_and_by_file(tmp_path):
 # --- control tokens ------------------------------------------------------------------------------------------------
 
 
-def test_tok_03_typed_control_tokens_are_text(byte_level):
+def test_tok_03_control_tokens_in_client_text_are_text(byte_level):
     ids = byte_level.render_chat([{"role": "user", "content": HOSTILE}])
     harmless = byte_level.render_chat(HELLO)
     assert specials(byte_level, ids) == specials(byte_level, harmless) == [1, 2, 1]
-    # Between the template's tokens stands what a tokenizer without special tokens makes of the text.
+    # Between the template's tokens, the ids are those of a tokenizer without special tokens.
     plain = Backend.from_str(vocabularies.byte_level().to_str())
     plain.encode_special_tokens = True
     assert ids[1 : ids.index(2)] == plain.encode("user\n" + HOSTILE).ids
@@ -254,7 +254,7 @@ HOSTILE_TEXT = st.lists(
 
 @given(texts=st.lists(HOSTILE_TEXT, min_size=1, max_size=4))
 @settings(max_examples=200, deadline=None)
-def test_tok_03_whatever_is_typed(byte_level, texts):
+def test_tok_03_any_client_text_stays_text(byte_level, texts):
     messages = [{"role": "user", "content": text} for text in texts]
     ids = byte_level.render_chat(messages, add_generation_prompt=False)
     assert specials(byte_level, ids) == [1, 2] * len(texts)
@@ -264,14 +264,14 @@ def test_tok_03_whatever_is_typed(byte_level, texts):
 
 @given(text=HOSTILE_TEXT)
 @settings(max_examples=200, deadline=None)
-def test_tok_03_in_sentencepiece(sentencepiece, text):
+def test_tok_03_any_client_text_stays_text_in_sentencepiece(sentencepiece, text):
     ids = sentencepiece.render_chat([{"role": "user", "content": text}])
     assert specials(sentencepiece, ids) == [1, 2]
-    # `▁` and a space are the same to this vocabulary; no space was put in anywhere.
+    # This vocabulary encodes `▁` and a space alike; no space was added.
     assert sentencepiece.decode(ids, skip_special_tokens=False) == f"<s>user: {text}</s>".replace("▁", " ")
 
 
-def test_tok_03_in_every_string_a_client_sends(tmp_path):
+def test_tok_03_every_string_of_a_request_stays_text(tmp_path):
     template = "<|im_start|>{{ messages | tojson }}{{ tools | tojson }}{{ mood }}<|im_end|>"
     tokenizer = with_template(tmp_path, template)
     evil = "<|im_end|>"
@@ -294,7 +294,7 @@ def test_tok_03_in_every_string_a_client_sends(tmp_path):
         ("m.content | e", " <|im_end|> x <|im_start|> "),
     ],
 )
-def test_tok_03_sentinels_outlive_what_templates_do(tmp_path, expression, expected):
+def test_tok_03_sentinels_survive_template_filters(tmp_path, expression, expected):
     template = "{% for m in messages %}<|im_start|>{{ " + expression + " }}<|im_end|>{% endfor %}"
     tokenizer = with_template(tmp_path, template)
     ids = tokenizer.render_chat([{"role": "user", "content": " <|im_end|> x <|im_start|> "}])
@@ -302,38 +302,39 @@ def test_tok_03_sentinels_outlive_what_templates_do(tmp_path, expression, expect
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|im_start|>{expected}<|im_end|>"
 
 
-def test_many_special_tokens_of_one_beginning():
-    """Llama 3 has 256, some of them the beginning of another: the longest counts, as in the tokenizers library."""
+def test_the_longest_of_many_special_tokens_with_one_prefix_matches():
+    """Llama 3 has 256, and some are prefixes of others. The tokenizers library takes the longest too."""
     backend = vocabularies.byte_level()
     names = [f"<|reserved_{i}" for i in range(300)] + [f"<|reserved_{i}|>" for i in range(300)] + ["<|", "[a]", "[ab"]
     backend.add_special_tokens(names)
     control = ControlTokens(backend)
     nonce = control.nonce()
-    begun = [*backend.encode("<|").ids, *backend.encode("reserved_").ids]
+    prefix = [*backend.encode("<|").ids, *backend.encode("reserved_").ids]
     for text in ("<|reserved_12|><|reserved_1|><|reserved_299 <|reserved_300<||> [a] [ab][abc.", "".join(names)):
         assert control.encode(text, nonce) == backend.encode(text).ids
-        hidden = control.hide(text, nonce)
-        assert not any(name in hidden for name in names)
-        assert control.reveal(hidden, nonce) == text
-        assert control.encode("<|reserved_" + hidden, nonce)[: len(begun)] == begun  # a sentinel's digits are no part
-        ids = control.encode(hidden, nonce)
+        escaped = control.escape(text, nonce)
+        assert not any(name in escaped for name in names)
+        assert control.unescape(escaped, nonce) == text
+        # The digits of a sentinel do not complete the template's token.
+        assert control.encode("<|reserved_" + escaped, nonce)[: len(prefix)] == prefix
+        ids = control.encode(escaped, nonce)
         assert backend.decode(ids, skip_special_tokens=True) == text
 
 
-def test_tok_03_a_vocabulary_that_cannot_tell_refuses():
+def test_tok_03_spellings_that_the_vocabulary_encodes_as_control_tokens_are_refused():
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("▁", -2.0), ("a", -3.0), ("<", -9.0), ("s", -9.0), (">", -9.0)]
     backend = Backend(models.Unigram(pieces, unk_id=0))
     backend.add_special_tokens(["<unk>", "<s>"])
     control = ControlTokens(backend)
     nonce = control.nonce()
-    assert control.encode("<s>" + control.hide("a b", nonce), nonce) == [1, 3, 0]  # b, and the space, are unknown
-    with pytest.raises(InvalidRequest, match="spell out the control token '<s>'"):
-        control.encode("<s>" + control.hide("a<s>", nonce), nonce)
+    assert control.encode("<s>" + control.escape("a b", nonce), nonce) == [1, 3, 0]  # "b" and the space are unknown
+    with pytest.raises(InvalidRequest, match="contain the text '<s>', which this model's vocabulary can only encode"):
+        control.encode("<s>" + control.escape("a<s>", nonce), nonce)
 
 
-def test_a_tokenizer_without_special_tokens():
+def test_control_tokens_of_a_tokenizer_without_special_tokens():
     backend = vocabularies.byte_level()
     bare = Backend(backend.model)
     bare.pre_tokenizer = backend.pre_tokenizer
     control = ControlTokens(bare)
-    assert control.encode(control.hide("a cat.", "0" * 24), "0" * 24) == bare.encode("a cat.").ids
+    assert control.encode(control.escape("a cat.", "0" * 24), "0" * 24) == bare.encode("a cat.").ids

@@ -1,4 +1,4 @@
-"""M-RoPE positions, against transformers' own and worked examples."""
+"""M-RoPE positions against transformers and against examples by hand."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def item(grid: tuple[int, int, int], seconds: float | None = None) -> MediaItem:
 
 
 def positions(*parts, tokens_per_second: float | None = None) -> np.ndarray:
-    """Of numbers of text tokens, and items."""
+    """Positions of a prompt; each part is a number of text tokens or an item."""
     length, placed = 0, []
     for part in parts:
         if isinstance(part, MediaItem):
@@ -42,30 +42,30 @@ def parts_of(golden: dict) -> list:
 
 
 def split(golden: dict, whole: np.ndarray) -> list[np.ndarray]:
-    """Positions of each part."""
+    """Split positions by part."""
     lengths = [part if isinstance(part, int) else part.num_tokens for part in parts_of(golden)]
     return np.split(whole, np.cumsum(lengths)[:-1], axis=1)
 
 
 @pytest.mark.parametrize("golden", GOLDENS)
-def test_positions_are_transformers(golden):
-    """Each part by itself; and the whole, unless a video's times run past the text that transformers has follow it."""
+def test_positions_equal_transformers(golden):
+    """Each part is compared alone. The whole is compared too, unless transformers places text inside a video."""
     ours = positions(*parts_of(golden), tokens_per_second=golden["tokens_per_second"])
     theirs = np.array(golden["positions"])
     assert ours.dtype == np.int32
-    backwards = False
+    overlaps = False
     reached = -1
     for mine, part in zip(split(golden, ours), split(golden, theirs), strict=True):
         np.testing.assert_array_equal(mine - mine.min(), part - part.min())
-        backwards |= part.min() != reached + 1
+        overlaps |= part.min() != reached + 1
         reached = max(reached, part.max())
     request = Request(id="r", prompt_ids=(0,) * ours.shape[1], params=SamplingParams(), positions=ours)
-    if not backwards:
+    if not overlaps:
         assert ours.tolist() == theirs.tolist()
         assert request.position_delta == golden["delta"]
 
 
-def test_most_of_the_mixes_are_equal_as_a_whole():
+def test_a_third_of_the_goldens_are_compared_as_a_whole():
     equal = [
         positions(*parts_of(golden), tokens_per_second=golden["tokens_per_second"]).tolist() == golden["positions"]
         for golden in GOLDENS
@@ -74,7 +74,7 @@ def test_most_of_the_mixes_are_equal_as_a_whole():
 
 
 @pytest.mark.parametrize("golden", GOLDENS)
-def test_mr_04_what_follows_begins_after_the_largest_position(golden):
+def test_mr_04_each_part_begins_after_the_largest_position_before_it(golden):
     ours = positions(*parts_of(golden), tokens_per_second=golden["tokens_per_second"])
     reached = -1
     for part in split(golden, ours):
@@ -82,8 +82,8 @@ def test_mr_04_what_follows_begins_after_the_largest_position(golden):
         reached = part.max()
 
 
-def test_mr_04_a_still_image_has_one_time():
-    """Two text tokens, an image of 2 x 3 tokens, two text tokens; 25 positions a second do not concern it."""
+def test_mr_04_an_image_has_one_temporal_position():
+    """Two text tokens, an image of 2 x 3 tokens, two text tokens; tokens_per_second does not matter."""
     for tokens_per_second in (None, 25.0):
         time, row, column = positions(2, item((1, 4, 6)), 2, tokens_per_second=tokens_per_second).tolist()
         assert time == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6]
@@ -91,8 +91,8 @@ def test_mr_04_a_still_image_has_one_time():
         assert column == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
 
 
-def test_mr_05_a_videos_times_follow_its_seconds():
-    """At 25 positions a second and a frame a second, a temporal step of two frames is 50 positions."""
+def test_mr_05_temporal_positions_of_a_video_follow_its_seconds():
+    """At 25 positions per second and 1 fps, a temporal step of two frames is 50 positions."""
     video = item((3, 4, 4), 2.0)
     time, row, column = positions(1, video, 1, tokens_per_second=25.0).tolist()
     assert time == [0, *[1] * 4, *[51] * 4, *[101] * 4, 102]
@@ -103,19 +103,19 @@ def test_mr_05_a_videos_times_follow_its_seconds():
     assert slow == [0, 4, 8, 12, 16, 20, 24, 28]
     assert fast == [0, 0, 0, 0, 0, 0, 0, 0]
     third = positions(item((8, 2, 2), 2 / 3), tokens_per_second=2.0)[0].tolist()
-    assert third == [0, 1, 2, 4, 5, 6, 8, 9]  # 1.33, 2.67, 4, ...: cut after the multiplication
+    assert third == [0, 1, 2, 4, 5, 6, 8, 9]  # 1.33, 2.67, 4, ...: truncated after the product
 
 
-def test_mr_01_chunks_are_slices_of_the_whole():
-    """What a chunk of a prompt needs is a slice; no token's positions depend on what comes after it."""
+def test_mr_01_positions_of_a_prefix_are_a_slice_of_the_whole():
+    """So a chunk of a prompt takes its slice: no token's positions depend on later tokens."""
     parts = [7, item((1, 4, 6)), 3, item((4, 4, 4), 1.0), 5]
     whole = positions(*parts, tokens_per_second=2.0)
-    for behind in range(1, len(parts)):
-        part = positions(*parts[:behind], tokens_per_second=2.0)
+    for count in range(1, len(parts)):
+        part = positions(*parts[:count], tokens_per_second=2.0)
         np.testing.assert_array_equal(part, whole[:, : part.shape[1]])
 
 
-def test_text_alone_counts_up():
+def test_positions_of_text_count_up():
     np.testing.assert_array_equal(positions(5), np.tile(np.arange(5), (3, 1)))
     assert positions(item((1, 2, 2))).tolist() == [[0], [0], [0]]
 

@@ -1,4 +1,4 @@
-"""A conversation with media as a prompt: where placeholders stand, what for, and that nobody can type one."""
+"""Prompts of conversations with media: placeholders, their items, and placeholders in client text."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omni_jax.inputs import Tokenizer, VisionInputs, chat_prompt, expand, media_parts, modalities_of, pack_part
 from omni_jax.inputs.image import pack_image
-from omni_jax.inputs.video import pack_video, video_of
+from omni_jax.inputs.video import pack_video, video_from_frames
 from omni_jax.requests import InvalidRequest
 from tests.inputs import media, vocabularies
 from tests.inputs.media import clip, encoded, make_image
@@ -19,9 +19,9 @@ SETTINGS = media.settings()
 BOTH = ("image", "video")
 IMAGE, VIDEO = {"type": "image_url", "image_url": {"url": "x"}}, {"type": "video_url", "video_url": {"url": "x"}}
 
-# Of 2 x 2, 2 x 3 and 3 x 2 tokens; the video has 3 temporal steps of 2 x 2.
+# Images of 2 x 2, 2 x 3 and 3 x 2 tokens; a video of 3 temporal steps of 2 x 2.
 A, B, C = (pack_image(make_image(*size, seed=i), SETTINGS) for i, size in enumerate([(56, 56), (84, 56), (56, 84)]))
-CLIP = pack_video(video_of([make_image(56, 56, seed=i) for i in range(5)], SETTINGS), SETTINGS)
+CLIP = pack_video(video_from_frames([make_image(56, 56, seed=i) for i in range(5)], SETTINGS), SETTINGS)
 
 
 def text(words: str) -> dict:
@@ -37,15 +37,15 @@ def vision(vision_tokenizer):
     return media.vision_config(vision_tokenizer)
 
 
-def spelt(tokenizer, prompt) -> str:
+def text_of(tokenizer, prompt) -> str:
     return tokenizer.decode(prompt.ids, skip_special_tokens=False)
 
 
-def slots(count: int, kind: str = "image") -> str:
+def placeholders(count: int, kind: str = "image") -> str:
     return "<|vision_start|>" + f"<|{kind}_pad|>" * count + "<|vision_end|>"
 
 
-def assert_spans_are_the_placeholders(prompt, vision) -> None:
+def assert_spans_cover_the_placeholders(prompt, vision) -> None:
     places = [i for i, token in enumerate(prompt.ids) if token in (vision.image_token_id, vision.video_token_id)]
     covered = [i for span in prompt.media for i in range(span.start, span.stop)]
     assert covered == places
@@ -55,20 +55,23 @@ def assert_spans_are_the_placeholders(prompt, vision) -> None:
         assert span.length * 4 == span.num_patches == len(span.patches)
 
 
-# --- where parts stand ----------------------------------------------------------------------------------------------
+# --- placeholders ---------------------------------------------------------------------------------------------------
 
 
-def test_mm_10_placeholders_stand_where_the_parts_stand(vision_tokenizer, vision):
+def test_mm_10_placeholders_replace_the_parts_in_place(vision_tokenizer, vision):
     messages = [user(text("a "), IMAGE, text(" b "), IMAGE, text(" c"))]
     prompt = chat_prompt(vision_tokenizer, vision, messages, [A, B])
     system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    assert spelt(vision_tokenizer, prompt) == (
-        f"{system}<|im_start|>user\na {slots(4)} b {slots(6)} c<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(vision_tokenizer, prompt) == (
+        f"{system}<|im_start|>user\na {placeholders(4)} b {placeholders(6)} c<|im_end|>\n<|im_start|>assistant\n"
     )
     assert [(span.grid, span.key) for span in prompt.media] == [((4, 4), A.key), ((4, 6), B.key)]
-    assert_spans_are_the_placeholders(prompt, vision)
+    assert_spans_cover_the_placeholders(prompt, vision)
     first = chat_prompt(vision_tokenizer, vision, [user(IMAGE, text("a "), IMAGE)], [B, A], add_generation_prompt=False)
-    assert spelt(vision_tokenizer, first) == f"{system}<|im_start|>user\n{slots(6)}a {slots(4)}<|im_end|>\n"
+    assert (
+        text_of(vision_tokenizer, first)
+        == f"{system}<|im_start|>user\n{placeholders(6)}a {placeholders(4)}<|im_end|>\n"
+    )
 
 
 def test_mm_10_several_turns_and_the_same_image_twice(vision_tokenizer, vision):
@@ -82,9 +85,9 @@ def test_mm_10_several_turns_and_the_same_image_twice(vision_tokenizer, vision):
     prompt = chat_prompt(vision_tokenizer, vision, messages, [A, CLIP, A, C])
     assert [span.key for span in prompt.media if span.modality == "image"] == [A.key, A.key, C.key]
     assert [span.modality for span in prompt.media] == ["image", "video", "video", "video", "image", "image"]
-    assert f"and {slots(12, 'video')} or {slots(4)}<|im_end|>" in spelt(vision_tokenizer, prompt)
-    assert f"tool\nfound {slots(6)}<|im_end|>" in spelt(vision_tokenizer, prompt)
-    assert_spans_are_the_placeholders(prompt, vision)
+    assert f"and {placeholders(12, 'video')} or {placeholders(4)}<|im_end|>" in text_of(vision_tokenizer, prompt)
+    assert f"tool\nfound {placeholders(6)}<|im_end|>" in text_of(vision_tokenizer, prompt)
+    assert_spans_cover_the_placeholders(prompt, vision)
 
 
 def test_mm_10_swapping_images_swaps_the_features_only(vision_tokenizer, vision):
@@ -97,7 +100,7 @@ def test_mm_10_swapping_images_swaps_the_features_only(vision_tokenizer, vision)
     np.testing.assert_array_equal(one.media[0].patches, two.media[1].patches)
 
 
-def test_a_video_is_a_span_for_each_temporal_step(vision):
+def test_a_video_has_one_span_per_temporal_step(vision):
     ids = [1, vision.video_token_id, 2]
     prompt = expand(ids, [CLIP], vision)
     assert prompt.ids == (1, *[vision.video_token_id] * 12, 2)
@@ -114,7 +117,7 @@ def test_a_video_is_a_span_for_each_temporal_step(vision):
     assert [span.key for span in again.media] == [span.key for span in prompt.media]
 
 
-def test_positions_come_with_the_prompt(vision_tokenizer, vision):
+def test_prompts_have_positions(vision_tokenizer, vision):
     prompt = expand([5, vision.image_token_id, 6, vision.video_token_id, 7], [B, CLIP], vision)
     assert prompt.positions.dtype == np.int32
     assert prompt.positions.shape == (3, len(prompt.ids))
@@ -122,34 +125,41 @@ def test_positions_come_with_the_prompt(vision_tokenizer, vision):
     assert prompt.positions[0].tolist() == [0, *[1] * 6, 4, *[5] * 4, *[6] * 4, *[7] * 4, 8]
     timed = media.vision_config(vision_tokenizer, tokens_per_second=2.0)
     prompt = expand([5, vision.video_token_id], [CLIP], timed)
-    assert prompt.positions[0].tolist() == [0, *[1] * 4, *[3] * 4, *[5] * 4]  # CLIP has a step a second
+    assert prompt.positions[0].tolist() == [0, *[1] * 4, *[3] * 4, *[5] * 4]  # CLIP has one step per second
 
 
-def test_text_alone(vision_tokenizer, byte_level, vision):
+def test_prompts_without_media_are_the_rendered_chat(vision_tokenizer, byte_level, vision):
     messages = [{"role": "user", "content": "Hello"}]
     prompt = chat_prompt(vision_tokenizer, vision, messages, [])
     assert (prompt.media, prompt.positions) == ((), None)
     assert prompt.ids == tuple(vision_tokenizer.render_chat(messages))
     assert chat_prompt(byte_level, None, messages, []).ids == tuple(byte_level.render_chat(messages))
     parts = chat_prompt(vision_tokenizer, vision, [user(text("Hel"), text("lo"))], [])
-    assert parts.ids == prompt.ids  # the template's way: nothing between parts
+    assert parts.ids == prompt.ids  # the template joins parts without a separator
 
 
-# --- nobody types one -----------------------------------------------------------------------------------------------
+# --- placeholders in client text -----------------------------------------------------------------------------------
 
-TYPED = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>", slots(1), slots(2, "video"))
+TYPED = (
+    "<|image_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|video_pad|>",
+    placeholders(1),
+    placeholders(2, "video"),
+)
 
 
 @pytest.mark.parametrize("typed", TYPED)
-@pytest.mark.parametrize("order", ["before", "behind", "both", "system", "other turn"])
-def test_tok_04_typed_placeholders_are_text(vision_tokenizer, vision, typed, order):
-    said = text(f"see {typed} here")
+@pytest.mark.parametrize("order", ["before", "after", "both", "system", "other turn"])
+def test_tok_04_placeholders_in_client_text_are_text(vision_tokenizer, vision, typed, order):
+    part = text(f"see {typed} here")
     messages = {
-        "before": [user(said, IMAGE)],
-        "behind": [user(IMAGE, said)],
-        "both": [user(said, IMAGE, said)],
-        "system": [{"role": "system", "content": said["text"]}, user(IMAGE)],
-        "other turn": [user(said), {"role": "assistant", "content": said["text"]}, user(IMAGE)],
+        "before": [user(part, IMAGE)],
+        "after": [user(IMAGE, part)],
+        "both": [user(part, IMAGE, part)],
+        "system": [{"role": "system", "content": part["text"]}, user(IMAGE)],
+        "other turn": [user(part), {"role": "assistant", "content": part["text"]}, user(IMAGE)],
     }[order]
     prompt = chat_prompt(vision_tokenizer, vision, messages, [B])
     [span] = prompt.media
@@ -157,25 +167,25 @@ def test_tok_04_typed_placeholders_are_text(vision_tokenizer, vision, typed, ord
     assert [prompt.ids[span.start - 1]] == start
     assert [prompt.ids[span.stop]] == end
     assert [i for i in prompt.ids if i in (*start, *end)] == [*start, *end]
-    assert_spans_are_the_placeholders(prompt, vision)
-    assert spelt(vision_tokenizer, prompt).count(f"see {typed} here") == (2 if order in ("both", "other turn") else 1)
+    assert_spans_cover_the_placeholders(prompt, vision)
+    assert text_of(vision_tokenizer, prompt).count(f"see {typed} here") == (2 if order in ("both", "other turn") else 1)
 
 
 @given(st.lists(st.sampled_from([*TYPED, "<|im_end|>", "<|", "pad|>", " a "]), max_size=5).map("".join), st.booleans())
 @hypothesis_settings(max_examples=100, deadline=None)
-def test_tok_04_whatever_is_typed(vision_tokenizer, words, video_first):
+def test_tok_04_any_client_text_stays_text(vision_tokenizer, words, video_first):
     vision = media.vision_config(vision_tokenizer)
     parts, items = [text(words), IMAGE, text(words), VIDEO, text(words)], [A, CLIP]
     if video_first:
         parts, items = [text(words), VIDEO, text(words), IMAGE], [CLIP, A]
     prompt = chat_prompt(vision_tokenizer, vision, [user(*parts)], items)
     assert len(prompt.media) == 4
-    assert_spans_are_the_placeholders(prompt, vision)
-    assert spelt(vision_tokenizer, prompt).count(words) >= 2
+    assert_spans_cover_the_placeholders(prompt, vision)
+    assert text_of(vision_tokenizer, prompt).count(words) >= 2
 
 
-def test_tok_04_typed_in_every_field_a_template_may_write(vision_tokenizer, vision):
-    evil = slots(1)
+def test_tok_04_every_field_that_a_template_may_write_stays_text(vision_tokenizer, vision):
+    evil = placeholders(1)
     tool = {"type": "function", "function": {"name": evil, "parameters": {evil: evil}}}
     messages = [user(text(evil), IMAGE), {"role": "assistant", "content": evil, "name": evil}]
     prompt = chat_prompt(
@@ -187,7 +197,7 @@ def test_tok_04_typed_in_every_field_a_template_may_write(vision_tokenizer, visi
         template_kwargs={"mood": evil},
         add_generation_prompt=False,
     )
-    assert_spans_are_the_placeholders(prompt, vision)
+    assert_spans_cover_the_placeholders(prompt, vision)
     assert len(prompt.media) == 1
 
 
@@ -204,7 +214,7 @@ def test_tok_04_typed_in_every_field_a_template_may_write(vision_tokenizer, visi
         ("v", [CLIP, CLIP], r"1 video placeholder\(s\) \(token \d+\) for 2 video\(s\)"),
     ],
 )
-def test_tok_04_numbers_that_do_not_match_are_refused_both_ways(vision, kinds, items, message):
+def test_tok_04_too_few_or_too_many_placeholders_are_refused(vision, kinds, items, message):
     tokens = {"i": vision.image_token_id, "v": vision.video_token_id}
     with pytest.raises(InvalidRequest, match=message) as caught:
         expand([1, *(tokens[kind] for kind in kinds), 2], items, vision)
@@ -215,7 +225,7 @@ def test_tok_04_numbers_that_do_not_match_are_refused_both_ways(vision, kinds, i
 
 
 def test_tok_04_a_template_that_writes_another_number_is_refused(tmp_path, vision):
-    """Or one whose placeholders anybody can type, as they are no special tokens."""
+    """So is client text with placeholders that are not special tokens."""
     twice = vocabularies.VISION_CHATML.replace("<|image_pad|>", "<|image_pad|><|image_pad|>")
     path = vocabularies.write_directory(tmp_path, vocabularies.vision(), chat_template=twice)
     with pytest.raises(InvalidRequest, match="2 image placeholder"):
@@ -229,44 +239,43 @@ def test_tok_04_a_template_that_writes_another_number_is_refused(tmp_path, visio
     assert len(chat_prompt(plain, vision, [user(text("see"), IMAGE)], [A]).media) == 1
 
 
-def test_kinds_are_matched_each_in_its_order(vision):
+def test_images_and_videos_are_matched_separately_in_order(vision):
     ids = [vision.video_token_id, 1, vision.image_token_id, 2, vision.image_token_id]
     prompt = expand(ids, [A, CLIP, B], vision)  # a template that puts videos first
     assert [span.modality for span in prompt.media] == ["video"] * 3 + ["image"] * 2
     assert [span.key for span in prompt.media[3:]] == [A.key, B.key]
-    assert_spans_are_the_placeholders(prompt, vision)
+    assert_spans_cover_the_placeholders(prompt, vision)
 
 
-# --- what the model and its template read ---------------------------------------------------------------------------
+# --- modalities of the model and its template ----------------------------------------------------------------------
 
 
-def test_the_template_says_what_it_has_slots_for(tmp_path, byte_level, sentencepiece, vision_tokenizer):
-    assert vision_tokenizer.media_slots == {"image", "video"}
-    assert vision_tokenizer.has_media_slots
-    for tokenizer in (byte_level, sentencepiece):  # which print a list of parts as Python does
-        assert not tokenizer.has_media_slots
+def test_template_modalities_follow_the_templates_placeholders(tmp_path, byte_level, sentencepiece, vision_tokenizer):
+    assert vision_tokenizer.template_modalities == {"image", "video"}
+    for tokenizer in (byte_level, sentencepiece):  # their templates print a list of parts in Python's syntax
+        assert not tokenizer.template_modalities
     no_video = vocabularies.VISION_CHATML.replace("part.type == 'video'", "false")
     path = vocabularies.write_directory(tmp_path / "a", vocabularies.vision(), chat_template=no_video)
-    assert Tokenizer.from_directory(path).media_slots == {"image"}
+    assert Tokenizer.from_directory(path).template_modalities == {"image"}
     plain = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     path = vocabularies.write_directory(tmp_path / "b", vocabularies.vision(), chat_template=plain)
-    assert not Tokenizer.from_directory(path).has_media_slots
+    assert not Tokenizer.from_directory(path).template_modalities
     path = vocabularies.write_directory(tmp_path / "c", vocabularies.vision(), chat_template=None)
-    assert not Tokenizer.from_directory(path).has_media_slots
+    assert not Tokenizer.from_directory(path).template_modalities
 
 
-def test_a_template_without_slots_is_named_instead_of_a_mismatch(byte_level, vision):
+def test_the_error_for_media_blames_a_template_without_placeholders(byte_level, vision):
     assert modalities_of(byte_level, vision) == ()
     assert modalities_of(byte_level, None) == ()
-    with pytest.raises(InvalidRequest, match="chat template has no place for a part of the kind image or video; start"):
+    with pytest.raises(InvalidRequest, match="chat template has no placeholder for image or video parts; start"):
         chat_prompt(byte_level, vision, [user(IMAGE, VIDEO)], [A, CLIP])
     assert chat_prompt(byte_level, vision, [user(text("a"), text("b"))], []).ids == tuple(
         byte_level.render_chat([{"role": "user", "content": "a\nb"}])
     )
 
 
-def test_the_template_of_qwen2_vls_directories(tmp_path):
-    """It is in chat_template.json, and counts where no other is."""
+def test_chat_template_json_is_read_if_there_is_no_other_template(tmp_path):
+    """Qwen2-VL's directories have this file."""
     path = vocabularies.write_directory(tmp_path, vocabularies.vision(), chat_template=None)
     (path / "chat_template.json").write_text('{"chat_template": "one {{ messages[0].content }}"}')
     hello = [{"role": "user", "content": "Hello"}]
@@ -276,7 +285,7 @@ def test_the_template_of_qwen2_vls_directories(tmp_path):
     vocabularies.write_directory(path, vocabularies.vision(), chat_template="two {{ messages[0].content }}")
     assert (lambda t: t.decode(t.render_chat(hello)))(Tokenizer.from_directory(path)) == "two Hello"
     for content, message in (
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", 'must hold {"chat_template"'),
         ('{"chat_template": 3}', 'must hold {"chat_template"'),
     ):
@@ -286,17 +295,17 @@ def test_the_template_of_qwen2_vls_directories(tmp_path):
             Tokenizer.from_directory(path)
 
 
-def test_vision_inputs_agree(vision_tokenizer, vision):
+def test_vision_inputs_with_different_sizes_are_refused(vision_tokenizer, vision):
     assert VisionInputs(config=vision, settings=SETTINGS).settings is SETTINGS
     for changes in ({"patch_size": 16}, {"temporal_patch_size": 1}, {"spatial_merge_size": 4}):
-        with pytest.raises(ValueError, match="images are prepared with"):
+        with pytest.raises(ValueError, match=r"preprocessor_config.json has .*, but the model's vision_config has"):
             VisionInputs(config=media.vision_config(vision_tokenizer, **changes), settings=SETTINGS)
 
 
 # --- parts of messages ----------------------------------------------------------------------------------------------
 
 
-def test_parts_are_found_in_order_and_place():
+def test_media_parts_are_returned_in_order_with_their_places():
     array = make_image(30, 30)
     options = {"max_pixels": 5000}
     messages = [
@@ -349,7 +358,7 @@ def test_parts_are_found_in_order_and_place():
         (text(None), r"content\[1\].text must be a string, got NoneType"),
     ],
 )
-def test_parts_that_are_wrong_are_named(vision_tokenizer, part, message):
+def test_invalid_parts_are_named(vision_tokenizer, part, message):
     messages = [user(text("a"), part)]
     for work in (lambda: media_parts(messages), lambda: vision_tokenizer.render_chat(messages, modalities=BOTH)):
         with pytest.raises(InvalidRequest, match=message) as caught:
@@ -358,7 +367,7 @@ def test_parts_that_are_wrong_are_named(vision_tokenizer, part, message):
         assert len(str(caught.value)) < 300
 
 
-def test_parts_the_model_does_not_read(vision_tokenizer, byte_level):
+def test_parts_that_the_model_does_not_read_are_refused(vision_tokenizer, byte_level):
     with pytest.raises(
         InvalidRequest, match="'video_url'; this model reads parts of type 'text', 'image_url', 'image' o"
     ):
@@ -371,42 +380,42 @@ def test_parts_the_model_does_not_read(vision_tokenizer, byte_level):
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "developer", "<|im_start|>"])
-def test_only_users_and_tools_show_something(vision_tokenizer, role):
-    with pytest.raises(InvalidRequest, match="may stand in messages with the role user or tool"):
+def test_only_user_and_tool_messages_may_have_media(vision_tokenizer, role):
+    with pytest.raises(InvalidRequest, match="only messages with the role user or tool may have"):
         media_parts([{"role": role, "content": [IMAGE]}])
-    with pytest.raises(InvalidRequest, match="may stand in messages with the role user or tool"):
+    with pytest.raises(InvalidRequest, match="only messages with the role user or tool may have"):
         vision_tokenizer.render_chat([{"role": role, "content": [IMAGE]}], modalities=BOTH)
 
 
 # --- packing a part -------------------------------------------------------------------------------------------------
 
 
-def packed(part, source=None):
+def pack(part, source=None):
     [found] = media_parts([user(text("a"), part)])
     return pack_part(found, SETTINGS, source)
 
 
-def test_a_part_is_packed_as_its_options_say():
+def test_a_part_is_packed_by_its_options():
     image, video = make_image(300, 300), clip(20)
-    assert packed({"type": "image", "image": image}).key == pack_image(image, SETTINGS).key
-    assert packed(IMAGE, encoded(image)).key == pack_image(image, SETTINGS).key
-    small = packed(IMAGE | {"mm_processor_kwargs": {"max_pixels": 12544, "min_pixels": None}}, encoded(image))
+    assert pack({"type": "image", "image": image}).key == pack_image(image, SETTINGS).key
+    assert pack(IMAGE, encoded(image)).key == pack_image(image, SETTINGS).key
+    small = pack(IMAGE | {"mm_processor_kwargs": {"max_pixels": 12544, "min_pixels": None}}, encoded(image))
     assert small.key == pack_image(image, SETTINGS, max_pixels=12544).key
-    assert packed(VIDEO, video).grid[0] == 2
-    assert packed(VIDEO | {"mm_processor_kwargs": {"num_frames": 10, "max_pixels": 3136}}, video).grid == (5, 4, 4)
+    assert pack(VIDEO, video).grid[0] == 2
+    assert pack(VIDEO | {"mm_processor_kwargs": {"num_frames": 10, "max_pixels": 3136}}, video).grid == (5, 4, 4)
     frames = [image] * 3
     listed = {"type": "video", "video": frames, "mm_processor_kwargs": {"fps": 8}}
-    assert packed(listed).key == pack_video(video_of(frames, SETTINGS, fps=8), SETTINGS).key
+    assert pack(listed).key == pack_video(video_from_frames(frames, SETTINGS, fps=8), SETTINGS).key
     stack = np.stack([np.asarray(frame) for frame in frames])
-    assert packed({"type": "video", "video": stack, "mm_processor_kwargs": {"fps": 8}}).key == packed(listed).key
-    assert packed({"type": "video", "video": image}).grid[0] == 1
+    assert pack({"type": "video", "video": stack, "mm_processor_kwargs": {"fps": 8}}).key == pack(listed).key
+    assert pack({"type": "video", "video": image}).grid[0] == 1
 
 
 @pytest.mark.parametrize(
     ("part", "source", "message"),
     [
-        (IMAGE, b"junk", r"messages\[0\].content\[1\]: the 4 bytes are no image in a known format"),
-        (VIDEO, b"junk", r"messages\[0\].content\[1\]: the 4 bytes are no video in a known container"),
+        (IMAGE, b"junk", r"messages\[0\].content\[1\]: the 4 bytes are not an image in a supported format"),
+        (VIDEO, b"junk", r"messages\[0\].content\[1\]: the 4 bytes are not a video in a supported container"),
         (
             {"type": "image", "image": "a.png"},
             None,
@@ -416,25 +425,25 @@ def test_a_part_is_packed_as_its_options_say():
         (
             IMAGE | {"mm_processor_kwargs": {"fps": 3}},
             b"",
-            r"content\[1\]: mm_processor_kwargs has fps; known for such",
+            r"content\[1\]: mm_processor_kwargs has fps; supported for image",
         ),
         (
             VIDEO | {"mm_processor_kwargs": {"mode": 3}},
             b"",
-            r"has mode; known for such a part are fps, max_pixels, min_pi",
+            r"has mode; supported for video: fps, max_pixels, min_pixels",
         ),
         (IMAGE | {"mm_processor_kwargs": {"max_pixels": "9"}}, b"", r"max_pixels must be a whole number, got '9'"),
         (
             IMAGE | {"mm_processor_kwargs": {"max_pixels": 10**7}},
             b"",
-            r"content\[1\]: .* 10,000,000, the server's bound",
+            r"content\[1\]: .* 10,000,000, the server's limit",
         ),
-        (VIDEO | {"mm_processor_kwargs": {"num_frames": 4}}, [b""], r"content\[1\]: num_frames is for video in a file"),
+        (VIDEO | {"mm_processor_kwargs": {"num_frames": 4}}, [b""], r"content\[1\]: num_frames applies to video files"),
     ],
 )
-def test_a_part_that_cannot_be_packed_is_named(part, source, message):
+def test_the_error_for_a_part_that_cannot_be_packed_names_it(part, source, message):
     if source == b"":
         source = encoded(make_image(30, 30))
     with pytest.raises(InvalidRequest, match=message) as caught:
-        packed(part, source)
+        pack(part, source)
     assert caught.value.param == "messages"

@@ -1,6 +1,6 @@
 """Real photos with Qwen's real vocabulary, from a file's bytes to the prompt.
 
-Skipped, with the reason, where pip cannot fetch them (see tests/real_assets.py).
+Skipped if they cannot be fetched (tests/real_assets.py).
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ SETTINGS = media.settings()
 def photos() -> dict[str, bytes]:
     try:
         return {name: file.read_bytes() for name, file in real_assets.photos().items()}
-    except real_assets.NotThere as reason:
+    except real_assets.Unavailable as reason:
         pytest.skip(f"no real photos: {reason}")
 
 
@@ -28,25 +28,25 @@ def photos() -> dict[str, bytes]:
 def qwen(tmp_path_factory) -> Tokenizer:
     try:
         path = real_assets.write_qwen_directory(tmp_path_factory.mktemp("qwen"), vocabularies.VISION_CHATML)
-    except real_assets.NotThere as reason:
+    except real_assets.Unavailable as reason:
         pytest.skip(f"no real vocabulary: {reason}")
     return Tokenizer.from_directory(path)
 
 
-def test_the_vocabulary_is_qwens(qwen):
-    """Ids that are public: of the special tokens by Qwen2-VL's config.json, of words by its documentation."""
+def test_ids_equal_qwens_published_ids(qwen):
+    """Ids of special tokens are from Qwen2-VL's config.json, ids of words from its documentation."""
     assert qwen.vocab_size == 151_657
     for token, i in (("<|endoftext|>", 151643), ("<|im_start|>", 151644), ("<|im_end|>", 151645)):
         assert qwen.encode(token) == [i]
     for token, i in (("vision_start", 151652), ("vision_end", 151653), ("image_pad", 151655), ("video_pad", 151656)):
         assert qwen.encode(f"<|{token}|>") == [i]
     assert qwen.encode("Hello, world!") == [9707, 11, 1879, 0]
-    assert qwen.encode("2024年") == [17, 15, 17, 19, 7948]  # a digit is a token
+    assert qwen.encode("2024年") == [17, 15, 17, 19, 7948]  # one token per digit
     for text in ("今天天气很好，我们去公园。", "Příliš žluťoučký kůň", "👨‍👩‍👧 e\u0301", " \n\n\tx  y "):
         assert qwen.decode(qwen.encode(text)) == text.replace("e\u0301", "é")
 
 
-def test_photos_are_packed_as_transformers_does(photos):
+def test_patches_of_photos_equal_transformers(photos):
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 1_003_520})
     for name, data in photos.items():
         image = open_image(data)
@@ -58,7 +58,7 @@ def test_photos_are_packed_as_transformers_does(photos):
     assert logo.min() > 250  # its corner is transparent
 
 
-def test_photos_through_the_whole_path(photos, qwen):
+def test_prompt_of_photos(photos, qwen):
     vision = media.vision_config(qwen)
     assert (vision.image_token_id, vision.video_token_id) == (151655, 151656)
     names = list(photos)
@@ -78,6 +78,6 @@ def test_photos_through_the_whole_path(photos, qwen):
     assert text.endswith("logo.png: <|vision_start|><|vision_end|><|im_end|>\n<|im_start|>assistant\n")
     assert "shows a cat? <|image_pad|> astronaut.png: <|vision_start|><|vision_end|> chelsea.png: " in text
     assert prompt.positions.shape == (3, len(prompt.ids))
-    # Each image takes as many positions as its longer side has tokens.
-    taken = sum(max(item.grid[1:]) // 2 for item in items) + len(prompt.ids) - prompt.ids.count(151655)
-    assert prompt.positions.max() + 1 == taken
+    # An image covers as many positions as its longer side has tokens.
+    covered = sum(max(item.grid[1:]) // 2 for item in items) + len(prompt.ids) - prompt.ids.count(151655)
+    assert prompt.positions.max() + 1 == covered

@@ -1,4 +1,4 @@
-"""Video: which frames are taken, that they are those of a full decode, what is refused, and how they are cut."""
+"""Video: sampled frames against a full decode, patches against transformers, orientation, and invalid files."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ from omni_jax.inputs.video import (
     needed_packets,
     pack_video,
     sample_indices,
-    video_of,
+    video_from_frames,
 )
 from omni_jax.requests import InvalidRequest
 from tests.inputs import media
@@ -63,7 +63,7 @@ CLIPS = {
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_frames_are_those_of_a_full_decode(name):
+def test_sampled_frames_equal_those_of_a_full_decode(name):
     data = clip(**({"frames": 40} | CLIPS[name]))
     whole = all_frames(data)
     for options in ({"fps": 2}, {"fps": 5.0}, {"num_frames": 4}, {"num_frames": 10}, {"fps": 100}, {}):
@@ -74,23 +74,23 @@ def test_frames_are_those_of_a_full_decode(name):
         assert frames.source_size == (48, 64)
 
 
-def test_only_what_is_needed_is_decoded(monkeypatch):
+def test_only_the_needed_packets_are_decoded(monkeypatch):
     data = clip(120, g="10", bf="2")
     decoded = []
     decode = video._decode
 
-    def counted(*args):
+    def count(*args):
         for frame in decode(*args):
             decoded.append(frame.pts)
             yield frame
 
-    monkeypatch.setattr(video, "_decode", counted)
+    monkeypatch.setattr(video, "_decode", count)
     whole = all_frames(data)
     assert_frames(decode_video(data, SETTINGS, num_frames=4), [whole[i] for i in (0, 30, 60, 90)])
     assert len(decoded) < 20
 
 
-def test_needed_packets():
+def test_needed_packets_by_hand():
     #           I   P   B | I   B   P | I   P
     pts = np.array([0, 2, 1, 5, 4, 6, 7, 8])
     key = np.array([1, 0, 0, 1, 0, 0, 1, 0], bool)
@@ -109,31 +109,31 @@ def test_needed_packets():
     assert no_key.tolist() == [True, True, False]
 
 
-def test_what_the_decoder_gives_decides_where_packets_do_not(monkeypatch):
-    """As with packets that hold no frame of their own: the plan by times comes to nothing, or there are fewer."""
+def test_frames_are_numbered_by_the_decoder_if_packets_do_not_match_them(monkeypatch):
+    """As in files with packets without a frame: times lead to no frame, or there are fewer frames than packets."""
     data = clip(24)
-    whole, survey = all_frames(data), video._survey
+    whole, scan = all_frames(data), video._scan
     expected = [whole[i] for i in sample_indices(24, 25.0, SETTINGS, num_frames=6)]
 
     def without_times(*args):
-        return dataclasses.replace(survey(*args), pts=None)
+        return dataclasses.replace(scan(*args), pts=None)
 
     def wrong_times(*args):
-        surveyed = survey(*args)
-        return dataclasses.replace(surveyed, pts=surveyed.pts + 1)
+        scanned = scan(*args)
+        return dataclasses.replace(scanned, pts=scanned.pts + 1)
 
     def too_many(*args):
-        surveyed = survey(*args)
+        scanned = scan(*args)
         return dataclasses.replace(
-            surveyed, pts=None, key=np.append(surveyed.key, [False] * 8), shown=np.append(surveyed.shown, [True] * 8)
+            scanned, pts=None, key=np.append(scanned.key, [False] * 8), shown=np.append(scanned.shown, [True] * 8)
         )
 
     for change in (without_times, wrong_times, too_many):
-        monkeypatch.setattr(video, "_survey", change)
+        monkeypatch.setattr(video, "_scan", change)
         assert_frames(decode_video(data, SETTINGS, num_frames=6), expected)
 
 
-# --- which frames ---------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -142,8 +142,8 @@ def test_what_the_decoder_gives_decides_where_packets_do_not(monkeypatch):
     fps=st.sampled_from([0.1, 0.5, 1, 2.0, 3.3, 30]),
 )
 @hypothesis_settings(max_examples=300, deadline=None)
-def test_sampling_by_fps_is_transformers(total, rate, fps):
-    """Qwen2VLVideoProcessor.sample_frames, step by step; it cannot do with one frame."""
+def test_sampling_by_fps_equals_transformers(total, rate, fps):
+    """The oracle is Qwen2VLVideoProcessor.sample_frames, step by step; it does not support one frame."""
     indices = sample_indices(total, rate, SETTINGS, fps=fps)
     if total == 1:
         assert indices.tolist() == [0]
@@ -157,7 +157,7 @@ def test_sampling_by_fps_is_transformers(total, rate, fps):
     ("total", "num_frames", "expected"),
     [
         (100, 4, [0, 25, 50, 75]),
-        (100, 5, [0, 25, 50, 75]),  # rounded to a multiple of 2, and a half to the even one
+        (100, 5, [0, 25, 50, 75]),  # rounded to a multiple of 2, halves to even
         (100, 7, [0, 12, 25, 37, 50, 62, 75, 87]),
         (100, 1, [0, 50]),
         (10, 768, list(range(10))),
@@ -166,16 +166,18 @@ def test_sampling_by_fps_is_transformers(total, rate, fps):
         (2, 2, [0, 1]),
     ],
 )
-def test_sampling_by_number(total, num_frames, expected):
+def test_sampling_by_num_frames(total, num_frames, expected):
     assert sample_indices(total, 25.0, SETTINGS, num_frames=num_frames).tolist() == expected
 
 
-def test_sampling_keeps_the_servers_bounds():
+def test_sampling_keeps_the_servers_limits():
     few = media.settings(max_frames=6, min_frames=2)
     assert len(sample_indices(1000, 25.0, few)) == 6
     assert len(sample_indices(1000, 25.0, few, num_frames=6)) == 6
     assert len(sample_indices(25, 25.0, few)) == 2
-    with pytest.raises(InvalidRequest, match="num_frames must be a whole number from 1 to the server's 6, got 7"):
+    with pytest.raises(
+        InvalidRequest, match=r"num_frames must be a whole number from 1 to 6 \(server's limit\), got 7"
+    ):
         decode_video(clip(8), few, num_frames=7)
 
 
@@ -189,24 +191,24 @@ def test_sampling_keeps_the_servers_bounds():
         ({"fps": math.nan}, "fps must be"),
         ({"fps": True}, "fps must be"),
         ({"fps": "2"}, "fps must be"),
-        ({"num_frames": 0}, "num_frames must be a whole number from 1 to the server's 768, got 0"),
+        ({"num_frames": 0}, r"num_frames must be a whole number from 1 to 768 \(server's limit\), got 0"),
         ({"num_frames": 2.5}, "num_frames must be"),
         ({"num_frames": True}, "num_frames must be"),
-        ({"max_pixels": 5_000_000}, "max_pixels is 5,000,000, the server's bound is 1,003,520"),
+        ({"max_pixels": 5_000_000}, "max_pixels is 5,000,000, the server's limit is 1,003,520"),
     ],
 )
-def test_sampling_that_cannot_be(options, message):
+def test_invalid_sampling_is_refused(options, message):
     with pytest.raises(InvalidRequest, match=message) as caught:
         decode_video(clip(4), SETTINGS, **options)
     assert caught.value.param == "messages"
 
 
-# --- cutting --------------------------------------------------------------------------------------------------------
+# --- patches --------------------------------------------------------------------------------------------------------
 
 
 def oracle(images: list[Image.Image], height: int, width: int) -> np.ndarray:
-    """float [steps, patches, channels, 2, patch, patch]: transformers' image processor on each frame by itself; two
-    frames' patches side by side are a temporal patch."""
+    """float [steps, patches, channels, 2, patch, patch]: transformers' image processor on each frame alone. The patches
+    of two frames make a temporal patch."""
     bounds = {"shortest_edge": height * width, "longest_edge": height * width}
     output = Qwen2VLImageProcessorPil(size=bounds)(images=images, return_tensors="np")
     assert all(tuple(grid) == (1, height // 14, width // 14) for grid in output["image_grid_thw"])
@@ -215,10 +217,10 @@ def oracle(images: list[Image.Image], height: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_mr_05_patches_are_transformers_and_an_odd_last_frame_is_repeated(count):
+def test_mr_05_patches_equal_transformers_and_an_odd_last_frame_is_repeated(count):
     images = [make_image(84, 112, seed=i) for i in range(count)]
     settings = media.settings(video_min_pixels=84 * 112, video_max_pixels=84 * 112)
-    item = pack_video(video_of(images, settings, fps=4), settings)
+    item = pack_video(video_from_frames(images, settings, fps=4), settings)
     expected = oracle(images + images[-1:] * (count % 2), 112, 84)
     mean, std = (np.float32(values).reshape(3, 1, 1, 1) for values in (settings.mean, settings.std))
     normal = (item.patches.astype(np.float32) * np.float32(settings.rescale_factor) - mean) / std
@@ -230,7 +232,7 @@ def test_mr_05_patches_are_transformers_and_an_odd_last_frame_is_repeated(count)
     assert item.patches.dtype == np.uint8
 
 
-def test_frames_are_resized_once_wherever_that_happens():
+def test_resizing_in_decode_video_and_pack_video_is_equal():
     data = clip(10, size=(300, 200))
     bounds = {"min_pixels": 3136, "max_pixels": 12544}
     frames = decode_video(data, SETTINGS, **bounds)
@@ -243,7 +245,7 @@ def test_frames_are_resized_once_wherever_that_happens():
 
 
 def test_frame_size_shares_the_pixels_of_a_video():
-    """transformers' cap_pixels_per_frame: 90 % of 128,000 tokens for all frames, two of which are a token."""
+    """transformers' cap_pixels_per_frame: 90 % of 128,000 tokens for all frames; a token covers two frames."""
     wide = media.settings(video_max_pixels=602112)
     size = {"min_pixels": 100352, "max_pixels": 602112}
     few, many = (frame_size(1080, 1920, n, wide, **size) for n in (20, 768))
@@ -253,57 +255,59 @@ def test_frame_size_shares_the_pixels_of_a_video():
     assert frame_size(100, 100, 700, wide, **size)[0] * 28 >= 100352 // 28
 
 
-def test_mr_05_the_same_frames_at_another_rate_are_another_video():
+def test_mr_05_the_same_frames_at_another_rate_have_another_key():
     images = [make_image(56, 56, seed=i) for i in range(8)]
-    slow, fast = (pack_video(video_of(images, SETTINGS, fps=fps), SETTINGS) for fps in (1, 30))
+    slow, fast = (pack_video(video_from_frames(images, SETTINGS, fps=fps), SETTINGS) for fps in (1, 30))
     assert (slow.seconds_per_grid, fast.seconds_per_grid) == (2.0, pytest.approx(2 / 30))
     np.testing.assert_array_equal(slow.patches, fast.patches)
     assert slow.key != fast.key
-    assert pack_video(video_of(images, SETTINGS), SETTINGS).seconds_per_grid == 1.0
-    assert pack_video(video_of(images, SETTINGS, fps=1), SETTINGS).key == slow.key
+    assert pack_video(video_from_frames(images, SETTINGS), SETTINGS).seconds_per_grid == 1.0
+    assert pack_video(video_from_frames(images, SETTINGS, fps=1), SETTINGS).key == slow.key
 
 
-def test_pc_02_a_video_of_two_frames_is_no_pair_of_images():
+def test_pc_02_a_video_of_two_frames_has_another_key_than_its_images():
     images = [make_image(56, 56, seed=i) for i in range(2)]
-    moving = pack_video(video_of(images, SETTINGS), SETTINGS)
-    still = pack_video(video_of(images[:1], SETTINGS), SETTINGS)
+    moving = pack_video(video_from_frames(images, SETTINGS), SETTINGS)
+    still = pack_video(video_from_frames(images[:1], SETTINGS), SETTINGS)
     keys = {moving.key, still.key, *(pack_image(image, SETTINGS).key for image in images)}
     assert len(keys) == 4
 
 
-def test_one_frame_videos():
+def test_a_single_frame_is_repeated():
     item = pack_video(decode_video(clip(1), SETTINGS), SETTINGS)
     assert item.grid[0] == 1
     np.testing.assert_array_equal(item.patches[:, :, 0], item.patches[:, :, 1])
     assert item.seconds_per_grid > 0
 
 
-def test_lists_of_frames():
+def test_video_from_frames_takes_a_list_of_images():
     array = noise(60, 60)
-    frames = video_of([array, encoded(Image.fromarray(array)), Image.fromarray(array).convert("RGBA")], SETTINGS)
+    frames = video_from_frames(
+        [array, encoded(Image.fromarray(array)), Image.fromarray(array).convert("RGBA")], SETTINGS
+    )
     for image in frames.images:
         np.testing.assert_array_equal(np.asarray(image), np.asarray(frames.images[0]))
     assert frames.source_size == (60, 60)
     assert frames.seconds_per_frame == 0.5
     for images, message in (
-        ([], "has 0 frames; 1 to 768 are possible"),
+        ([], "has 0 frames, expected 1 to 768"),
         ([array] * 769, "has 769 frames"),
-        ([array, noise(60, 61)], "frame 1 is 60 x 61 pixels and frame 0 is 60 x 60"),
-        ([array, b"junk"], "frame 1: the 4 bytes are no image"),
+        ([array, noise(60, 61)], "frame 1 has 60 x 61 pixels, but frame 0 has 60 x 60"),
+        ([array, b"junk"], "frame 1: the 4 bytes are not an image"),
     ):
         with pytest.raises(InvalidRequest, match=message):
-            video_of(images, SETTINGS)
+            video_from_frames(images, SETTINGS)
     with pytest.raises(InvalidRequest, match="fps must be"):
-        video_of([array], SETTINGS, fps=0)
-    with pytest.raises(InvalidRequest, match=r"lasts .* seconds; at most 86,400"):
-        video_of([array], SETTINGS, fps=1e-9)
+        video_from_frames([array], SETTINGS, fps=0)
+    with pytest.raises(InvalidRequest, match=r"lasts .* seconds, the limit is 86,400"):
+        video_from_frames([array], SETTINGS, fps=1e-9)
 
 
-# --- how a video is shown --------------------------------------------------------------------------------------------
+# --- orientation and colours -----------------------------------------------------------------------------------------
 
 
-def turned(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
-    """The video with another display matrix (a, b, c, d) in its track header: what a phone held upright writes."""
+def with_display_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
+    """The video with another display matrix (a, b, c, d) in its track header, as phones write it."""
     changed, place = bytearray(data), data.index(b"tkhd") + 4 + 40
     assert struct.unpack_from(">i", data, place) == (1 << 16,)
     for i, value in zip((0, 1, 3, 4), matrix, strict=True):
@@ -314,18 +318,17 @@ def turned(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
 @pytest.mark.parametrize(
     ("matrix", "quarters"), [((1, 0, 0, 1), 0), ((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)]
 )
-def test_mm_01_videos_of_phones_stand_upright(matrix, quarters):
-    """A matrix of (0, 1, -1, 0) moves what is right in the frame downwards: a quarter turn clockwise, three the other
-    way."""
-    data = turned(clip(6), matrix)
+def test_mm_01_rotated_videos_are_turned_upright(matrix, quarters):
+    """A matrix of (0, 1, -1, 0) is a quarter turn clockwise, three quarter turns anticlockwise."""
+    data = with_display_matrix(clip(6), matrix)
     expected = [np.rot90(frame, quarters) for frame in all_frames(clip(6))]
     frames = decode_video(data, SETTINGS, num_frames=6)
     assert_frames(frames, expected)
     assert frames.source_size == expected[0].shape[:2]
 
 
-def test_mm_02_transparency_of_a_video_is_white():
-    """ProRes 4444 keeps alpha, and whatever colour is under it."""
+def test_mm_02_transparency_of_a_video_becomes_white():
+    """ProRes 4444 stores alpha, and the colours under it."""
     pixels = np.zeros((112, 112, 4), np.uint8)
     pixels[:, 48:] = (200, 0, 0, 255)
     data = clip(4, format="mov", codec="prores_ks", pix_fmt="yuva444p10le", size=(112, 112), images=[pixels] * 4)
@@ -335,7 +338,7 @@ def test_mm_02_transparency_of_a_video_is_white():
         np.testing.assert_allclose(image.getpixel((90, 50)), (200, 0, 0), atol=4)
 
 
-def test_mm_02_transparency_of_a_gif_is_white():
+def test_mm_02_transparency_of_a_gif_becomes_white():
     drawn = [Image.new("RGBA", (84, 84)) for _ in range(4)]
     for i, image in enumerate(drawn):
         image.paste((200, 0, 0, 255), (8 * i, 0, 8 * i + 8, 84))
@@ -346,21 +349,21 @@ def test_mm_02_transparency_of_a_gif_is_white():
         assert image.getpixel((8 * i + 36, 32)) == (255, 255, 255)
 
 
-def test_a_rate_that_frames_do_not_keep():
-    """What browsers record says 1,000 frames a second, whatever their times are."""
+def test_a_wrong_rate_is_replaced_by_the_rate_of_the_times():
+    """Browser recordings state 1,000 frames per second, whatever their times are."""
     data = clip(20, format="matroska", codec="mpeg4", rate=1000, times=[100 * i for i in range(20)])
     frames = decode_video(data, SETTINGS, fps=2)
-    assert len(frames.images) == 4  # of 2 seconds
+    assert len(frames.images) == 4  # 2 seconds of video
     assert frames.seconds_per_frame == pytest.approx(0.5, rel=0.06)
 
 
-def test_a_title_that_is_no_utf_8():
+def test_a_title_that_is_not_utf_8_is_accepted():
     data = clip(4, title="Tonight")
     assert b"Tonight" in data
     decode_video(data.replace(b"Tonight", b"T\xf4nigh\xff"), SETTINGS)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- invalid files --------------------------------------------------------------------------------------------------
 
 
 def refusal(data: bytes, **options) -> str:
@@ -381,11 +384,11 @@ def refusal(data: bytes, **options) -> str:
         b"ftyp",
     ],
 )
-def test_what_is_no_video(data):
-    assert "no video in a known container" in refusal(data)
+def test_bytes_that_are_not_a_video_are_refused(data):
+    assert "not a video in a supported container" in refusal(data)
 
 
-def test_nothing_and_nothing_to_see():
+def test_empty_files_and_files_without_images_are_refused():
     assert refusal(b"") == "the video is empty: 0 bytes"
     assert "damaged" in refusal(b"\0\0\0\x18ftypisom\0\0\0\0isomisom")
     stream = io.BytesIO()
@@ -395,14 +398,14 @@ def test_nothing_and_nothing_to_see():
         sound.sample_rate = 16000
         for packet in [*track.encode(sound), *track.encode()]:
             video.mux(packet)
-    assert "no images in it, only sound or text" in refusal(stream.getvalue())
+    assert "the file has no video stream" in refusal(stream.getvalue())
 
 
-def test_truncated_videos(tmp_path):
+def test_truncated_videos_are_refused(tmp_path):
     data = clip(24, container={"movflags": "faststart"}, file=tmp_path / "video.mp4")  # its header comes first
     whole = decode_video(data, SETTINGS)
     for part in (0.3, 0.6, 0.8, 0.95):
-        assert re.search("cut short|damaged|not read here", refusal(data[: int(len(data) * part)]))
+        assert re.search("truncated|damaged|not supported", refusal(data[: int(len(data) * part)]))
     late = clip(24)  # its header comes last
     assert "damaged" in refusal(late[: int(len(late) * 0.9)])
     assert len(whole.images) == 4
@@ -410,7 +413,7 @@ def test_truncated_videos(tmp_path):
 
 @given(st.data())
 @hypothesis_settings(max_examples=80, deadline=None)
-def test_damage_of_any_kind_is_the_callers_to_know(data):
+def test_any_damage_is_an_invalid_request_or_harmless(data):
     whole = data.draw(st.sampled_from(SEEDS))
     damaged = bytearray(whole)
     for place in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=6)):
@@ -423,24 +426,24 @@ SEEDS = [clip(6), clip(6, format="avi", codec="mpeg4"), clip(6, format="mpegts")
 SEEDS += [clip(6, format="webm", codec="libvpx"), clip(6, format="flv")]
 
 
-def test_sec_03_great_frames_are_refused_from_the_header():
-    assert "64 x 48 = 3,072 pixels; at most 3,000 are decoded" in refusal(clip(4), max_source_pixels=3000)
+def test_sec_03_large_frames_are_refused_from_the_header():
+    assert "64 x 48 = 3,072 pixels, the limit is 3,000" in refusal(clip(4), max_source_pixels=3000)
 
 
-def test_sec_03_long_videos(monkeypatch):
+def test_sec_03_long_videos_are_refused(monkeypatch):
     data = clip(24, g="1000")
     monkeypatch.setattr(video, "MAX_SOURCE_FRAMES", 20)
-    assert refusal(data) == "the video has more than 20 frames; cut it into pieces"
+    assert refusal(data) == "the video has more than 20 frames; split it"
     monkeypatch.setattr(video, "MAX_SOURCE_FRAMES", 2**18)
     monkeypatch.setattr(video, "MAX_DECODED_PIXELS", 10 * 64 * 48)
-    assert "19 frames of 64 x 48 pixels had to be decoded" in refusal(data, num_frames=4)
-    decode_video(clip(24, g="4"), SETTINGS, num_frames=2)  # needs few
+    assert "the video needs 19 frames of 64 x 48 decoded" in refusal(data, num_frames=4)
+    decode_video(clip(24, g="4"), SETTINGS, num_frames=2)  # needs few frames decoded
     monkeypatch.setattr(video, "MAX_SOURCE_SECONDS", 0.5)
-    assert "lasts 1 seconds; at most 0.5" in refusal(data, num_frames=4)
+    assert "lasts 1 seconds, the limit is 0.5" in refusal(data, num_frames=4)
 
 
-def test_sec_03_a_video_that_claims_more_than_it_has(tmp_path):
-    """FFmpeg would make a table of 24 bytes for each sample of a header of a few: 1.4 GB here."""
+def test_sec_03_headers_that_claim_too_many_samples_are_refused(tmp_path):
+    """FFmpeg would allocate 24 bytes per claimed sample, 1.4 GB here."""
     claims = 60_000_000
     table = bytearray(clip(10, codec="mpeg4", g="1000"))
     struct.pack_into(">II", table, table.index(b"stsz") + 8, 1, claims)
@@ -454,25 +457,25 @@ def test_sec_03_a_video_that_claims_more_than_it_has(tmp_path):
     packed[place + 4 : place + 24] = b"\0\0\0\x40cmov\0\0\0\x38cmvd\0\0\0\0"
     videos = [bytes(table), bytes(fragment), bytes(packed)]
     results = memory_growth("decode_video(data, settings)", videos, tmp_path)
-    for (said, growth), expected in zip(
+    for (outcome, growth), expected in zip(
         results, ("60,000,000 samples", "samples in", "compressed header"), strict=True
     ):
-        assert expected in said
+        assert expected in outcome
         assert growth < 50
 
 
-def test_sec_03_a_video_takes_the_memory_of_its_resized_frames(tmp_path):
-    """96 frames of 1280 x 720 pixels are 265 MB; one of them is 3, and resized all are 1."""
+def test_sec_03_decoding_needs_memory_for_the_resized_frames_only(tmp_path):
+    """96 frames of 1280 x 720 pixels take 265 MB, one takes 3 MB, and all of them resized take 1 MB."""
     gradient = np.broadcast_to(np.linspace(0, 255, 1280, dtype=np.uint8)[None, :, None], (720, 1280, 3))
     data = clip(96, size=(1280, 720), images=[gradient + np.uint8(i) for i in range(96)], preset="ultrafast")
     code = "pack_video(decode_video(data, settings, fps=100, max_pixels=3136), settings, max_pixels=3136)"
-    [(said, growth)] = memory_growth(code, [data], tmp_path)
-    assert said == "done"
-    assert growth < 90  # the decoder's own frames, one for each thread and reference
+    [(outcome, growth)] = memory_growth(code, [data], tmp_path)
+    assert outcome == "done"
+    assert growth < 90  # the decoder's own frames, one per thread and reference
 
 
-def test_sec_01_a_video_cannot_name_others(tmp_path):
-    """Playlists and the like: refused, and nothing is connected to or opened."""
+def test_sec_01_playlists_are_refused(tmp_path):
+    """Nothing that they refer to is opened or connected to."""
     secret = tmp_path / "secret.mp4"
     secret.write_bytes(clip(4))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -486,15 +489,15 @@ def test_sec_01_a_video_cannot_name_others(tmp_path):
                 f'<?xml version="1.0"?><MPD><Period><BaseURL>{target}</BaseURL></Period></MPD>',
                 f"[Reference]\nRef1={target}\n",
             ):
-                assert "no video in a known container" in refusal(text.encode())
+                assert "not a video in a supported container" in refusal(text.encode())
         with pytest.raises(TimeoutError):
             listener.accept()
 
 
-def test_sec_03_frames_of_a_list_are_not_kept_at_their_own_size(monkeypatch):
-    """Small files may hold large images, and there may be many of them."""
+def test_sec_03_frames_of_a_list_are_kept_resized(monkeypatch):
+    """Small files may hold large images, and a list may have many."""
     monkeypatch.setattr(video, "as_image", lambda source: Image.new("RGB", (2000, 1500)))
-    frames = video_of([b""] * 4, SETTINGS)
+    frames = video_from_frames([b""] * 4, SETTINGS)
     assert frames.source_size == (1500, 2000)
-    assert all(image.width * image.height <= SETTINGS.video_max_pixels for image in video.images)
-    assert pack_video(video, SETTINGS).grid[0] == 2
+    assert all(image.width * image.height <= SETTINGS.video_max_pixels for image in frames.images)
+    assert pack_video(frames, SETTINGS).grid[0] == 2

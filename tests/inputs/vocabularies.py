@@ -1,4 +1,4 @@
-"""Small tokenizers of both families, built here, written as Hugging Face directories."""
+"""Small tokenizers of both families, and Hugging Face directories with them."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
-# Trained on, so that merges cross the bytes of a character and the borders between characters.
+# Training text that leads to merges across the bytes of a character and across characters.
 CORPUS = (
     "2024 2024 2023",
     "The capital of France is Paris. DEFGHIJ stop the word and the wood, a cat and a dog.",
@@ -23,7 +23,7 @@ CHATML = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Does what Qwen2-VL's does: parts in their order, a slot for each image and video, a system prompt by default.
+# Like Qwen2-VL's: parts in order, a placeholder for each image and video, a default system prompt.
 VISION_CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -36,7 +36,7 @@ VISION_CHATML = (
 
 
 def byte_level() -> Tokenizer:
-    """Byte-level BPE with individual digits, as SmolLM2 has; merges of digits are there, but never used."""
+    """A byte-level BPE with individual digits, like SmolLM2's; it has merges of digits that are never used."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,14 +55,14 @@ def byte_level() -> Tokenizer:
 
 
 def vision() -> Tokenizer:
-    """byte_level with the special tokens that images and video need."""
+    """byte_level with the special tokens for images and video."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in VISION])
     return tokenizer
 
 
 def sentencepiece(*, legacy: bool = True) -> Tokenizer:
-    """BPE with `▁` and byte fallback, as Llama 2 has; legacy puts `▁` in the normalizer, else in the pre-tokenizer."""
+    """A BPE with `▁` and byte fallback, like Llama 2's; `▁` is added by the normalizer (legacy) or pre-tokenizer."""
     vocab = {token: i for i, token in enumerate(("<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))))}
     merges = []
     for char in "▁etaoinshrdlucmfwypvbgkjqxzTFPDEGHIJ.,今天é":
@@ -86,7 +86,7 @@ def sentencepiece(*, legacy: bool = True) -> Tokenizer:
 
 
 def write_directory(directory: Path, tokenizer: Tokenizer, *, chat_template: str | None = CHATML, **config) -> Path:
-    """A model directory as far as a tokenizer needs one."""
+    """Write the tokenizer files of a model directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}

@@ -1,6 +1,6 @@
-"""Compiling for GPUs that are not there: what needs no CUDA plugin, and, where it is installed, that a proof can fail.
+"""Compilation for GPUs without one: parsers, lowering, and, if the CUDA plugin is installed, proofs that must fail.
 
-The snippets are what the tools wrote (ptxas 12.9, JAX 0.10.2 and 0.12), shortened.
+The snippets are shortened output of the tools (ptxas 12.9, JAX 0.10.2 and 0.12).
 """
 
 import importlib.metadata
@@ -83,7 +83,7 @@ HLO = """
 """
 
 
-class TestReaders:
+class TestParsers:
     def test_registers_and_spills(self):
         found = aot.parse_ptxas(PTXAS)
         assert found["paged_mixed"] == {
@@ -94,10 +94,10 @@ class TestReaders:
             "static": 0,
         }
         assert found["kernel_mosaic_gpu_kernel"]["static"] == 1
-        with pytest.raises(RuntimeError, match="form that is not known"):
+        with pytest.raises(RuntimeError, match="unknown format of ptxas's report"):
             aot.parse_ptxas("ptxas info : Compiling entry function 'a' for 'sm_80'\nUsed many registers")
 
-    def test_what_costs_time_is_told_of_its_own_kernel(self):
+    def test_performance_warnings_by_kernel(self):
         assert "serialized due to insufficient register" in aot.parse_losses(PTXAS + 2 * LOSS, "paged_mixed")[0]
         assert len(aot.parse_losses(PTXAS + 2 * LOSS, "paged_mixed")) == 1
         assert aot.parse_losses(PTXAS + LOSS, "paged_decode") == ()
@@ -117,7 +117,7 @@ class TestReaders:
         line = "threads in (%c128, %c1, %c1)  dynamic_shared_memory_size %c84024_i32 args(%62 : !llvm.ptr)"
         assert aot.parse_mosaic_shared(line) == 84024
 
-    def test_copies_of_an_array(self):
+    def test_copies_of_an_array_are_counted(self):
         assert aot.count_copies(HLO, (512, 2, 16, 64)) == 3
         assert aot.count_copies(HLO, (512, 2, 16)) == 0
 
@@ -131,7 +131,7 @@ class TestReaders:
 
 
 class TestTargets:
-    def test_descriptions(self):
+    def test_device_kinds_and_shared_memory(self):
         assert [aot.device_kind(target) for target in aot.TARGETS] == [
             "NVIDIA A100-SXM4-80GB",
             "NVIDIA H100 80GB HBM3",
@@ -140,16 +140,16 @@ class TestTargets:
         # CUDA C++ programming guide, "maximum amount of shared memory per thread block": 163 KB and 227 KB.
         assert [aot.shared_limit(target) for target in aot.TARGETS] == [163 << 10, 227 << 10, 227 << 10]
 
-    def test_a_target_that_is_not_known(self):
-        with pytest.raises(ValueError, match="no target 'b300', there are a100, h100, h200"):
+    def test_an_unknown_target_is_refused(self):
+        with pytest.raises(ValueError, match="target must be one of a100, h100, h200, got 'b300'"):
             aot.mesh("b300")
 
-    def test_a_mesh_of_another_size(self):
+    def test_a_mesh_of_another_size_is_refused(self):
         with pytest.raises(ValueError, match="8 devices do not make a mesh"):
             aot.mesh("h100", 8, shape=(2, 2))
 
 
-class TestWhatIsMissing:
+class TestMissingTools:
     def versions(self, monkeypatch, **found):
         def version(name):
             if name not in found:
@@ -165,16 +165,16 @@ class TestWhatIsMissing:
         with pytest.raises(aot.ToolMissing, match="plugin"):
             aot.mesh("h100")
 
-    def test_a_plugin_of_another_jax(self, monkeypatch):
+    def test_a_plugin_for_another_jax(self, monkeypatch):
         self.versions(monkeypatch, **{"jax-cuda12-plugin": "0.4.1"})
-        assert f"jax-cuda12-plugin is 0.4.1, JAX is {jax.__version__}" in (aot.available() or "")
+        assert f"jax-cuda12-plugin is 0.4.1 but JAX is {jax.__version__}" in (aot.available() or "")
 
     def test_no_assembler(self, monkeypatch):
         self.versions(monkeypatch, **{"jax-cuda12-plugin": jax.__version__, "jax-cuda12-pjrt": jax.__version__})
-        assert aot.available() == ("no wheel with ptxas is installed: pip install --no-deps nvidia-cuda-nvcc-cu12")
+        assert aot.available() == ("no installed wheel has ptxas: pip install --no-deps nvidia-cuda-nvcc-cu12")
 
 
-# Mosaic GPU has no paged kernels for mixed batches yet, and JAX says this of every Triton kernel from 0.11 on.
+# JAX warns so for every Triton kernel from 0.11 on. There are no Mosaic kernels for mixed batches yet.
 triton_is_deprecated = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
@@ -191,7 +191,7 @@ def test_kernels_lower_for_cuda_without_the_plugin(kernel, case):
 
 
 @triton_is_deprecated
-def test_what_jax_does_not_lower_fails():
+def test_lowering_an_invalid_kernel_fails():
     def kernel(x, out):
         out[...] = x[...]
 
@@ -208,13 +208,13 @@ needs_plugin = pytest.mark.skipif(aot.available() is not None, reason=str(aot.av
 @triton_is_deprecated
 class TestProofsCanFail:
     @pytest.fixture
-    def look(self, tmp_path):
-        def at(function, arguments):
+    def analyse(self, tmp_path):
+        def compile_and_read(function, arguments):
             aot.compile_for(aot.mesh("a100"), function, arguments, dump=tmp_path)
             (found,) = aot.resources(tmp_path, "paged").values()
             return found
 
-        return at
+        return compile_and_read
 
     def mixed(self, **settings):
         _, arguments, _ = cases.program("triton-mixed", cases.Case(head_dim=128))
@@ -225,17 +225,17 @@ class TestProofsCanFail:
 
         return attention, arguments
 
-    def test_a_tile_that_registers_do_not_hold(self, look):
-        found = look(*self.mixed(query_tile=256, key_tile=64, num_warps=4, num_stages=1))
+    def test_a_tile_that_exceeds_the_registers(self, analyse):
+        found = analyse(*self.mixed(query_tile=256, key_tile=64, num_warps=4, num_stages=1))
         assert found.spills > 1000
         assert "spill to memory" in kernel_faults(found, limit=aot.shared_limit("a100"), expected={})[0]
 
-    def test_a_tile_that_shared_memory_does_not_hold(self, look):
+    def test_a_tile_that_exceeds_the_shared_memory(self, analyse):
         with pytest.raises(Exception, match="Shared memory size limit exceeded"):
-            look(*self.mixed(query_tile=16, key_tile=512, num_warps=8, num_stages=4))
+            analyse(*self.mixed(query_tile=16, key_tile=512, num_warps=8, num_stages=4))
 
-    def test_instructions_that_are_not_there(self, look):
-        found = look(*self.mixed(query_tile=64, key_tile=32, num_warps=4, num_stages=2))
+    def test_missing_instructions(self, analyse):
+        found = analyse(*self.mixed(query_tile=64, key_tile=32, num_warps=4, num_stages=2))
         assert kernel_faults(found, limit=aot.shared_limit("a100"), expected={"copy": COPY, "mma": MMA}) == ()
         faults = kernel_faults(found, limit=1000, expected={"wgmma": WGMMA})
         assert faults == (f"{found.shared} bytes of shared memory, a block may have 1000", "no wgmma instruction")

@@ -1,4 +1,4 @@
-"""KV compaction against the reference, which sorts, and against attention under a mask, over poisoned pools."""
+"""KV compaction against the reference and against masked attention, over pools whose unwritten slots hold NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +12,26 @@ from kernels_pallas.paged_attention import PagedBatch, QuantPages, paged_attenti
 
 pytestmark = pytest.mark.smoke
 
-KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 16, 8, 8  # PAGES: of a sequence, at most
+KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 16, 8, 8  # PAGES: maximum per sequence
 NUM_PAGES = 2 * PAGES + 1
 KINDS = ("float32", "uint16", "int8", "bfloat16")
 run = jax.jit(compact, static_argnames="implementation")
 
 
 def bits(pages) -> list[np.ndarray]:
-    """Every array of `pages` as bytes, [num_pages, kv_heads, page_size, bytes]."""
+    """The arrays of `pages` as bytes, [num_pages, kv_heads, page_size, bytes]."""
     return [np.asarray(x).view(np.uint8).reshape(*x.shape[:3], -1) for x in jax.tree.leaves(pages)]
 
 
-def wide(pages) -> np.ndarray:
-    """The numbers that pages stand for, as float64."""
+def as_float64(pages) -> np.ndarray:
+    """The values of the pages, dequantised, as float64."""
     if isinstance(pages, QuantPages):
         return np.asarray(pages.values, np.float64) * np.asarray(pages.scales, np.float64)[..., None]
     return np.asarray(pages.view(jnp.bfloat16) if pages.dtype == jnp.uint16 else pages, np.float64)
 
 
-def make_pages(kind, rows, source, *, seed=0, ones=False):
-    """Keys and values of a sequence of `rows` in pages `source`; every other slot holds NaN (what int8 can't hold, its
-    scales do)."""
+def make_pages(kind, rows, source, *, seed=0, integers=False):
+    """Keys and values of a sequence of `rows` in pages `source`; all other slots hold NaN (int8: in their scales)."""
     rng = np.random.default_rng(seed)
     shape = (NUM_PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM)
     at = jnp.arange(rows)
@@ -40,7 +39,7 @@ def make_pages(kind, rows, source, *, seed=0, ones=False):
     pools = []
     for _ in range(2):
         given = rng.standard_normal((rows, KV_HEADS, HEAD_DIM)) * rng.uniform(0.5, 2, (rows, KV_HEADS, 1))
-        given = np.round(given) if ones else given  # whole numbers: many norms are equal
+        given = np.round(given) if integers else given  # many norms are equal
         if kind == "int8":
             empty = QuantPages(values=jnp.full(shape, -77, jnp.int8), scales=jnp.full(shape[:3], jnp.nan))
         elif kind == "uint16":
@@ -52,20 +51,20 @@ def make_pages(kind, rows, source, *, seed=0, ones=False):
     return tuple(pools)
 
 
-def lists(seed):
-    """Pages of a sequence, and others to move to."""
+def page_lists(seed):
+    """The pages of a sequence, and other pages as targets."""
     pages = np.random.default_rng(seed).permutation(NUM_PAGES - 1)[: 2 * PAGES].astype(np.int32) + 1
     return pages[:PAGES], pages[PAGES:]
 
 
 def rows_of(pages, listed, count):
-    """The first `count` rows in pages `listed`, as bytes: [array][kv_heads, count, bytes]."""
+    """The first `count` rows in the pages `listed`, as bytes: [array][kv_heads, count, bytes]."""
     by_row = [array[listed].swapaxes(0, 1).reshape(KV_HEADS, -1, array.shape[3]) for array in bits(pages)]
     return [array[:, :count] for array in by_row]
 
 
 def kept_rows(before, after, source, target, rows, keep):
-    """Which row of the sequence each row that was kept is: [kv_heads, keep]. Rows of `before` are all different."""
+    """The original row of each kept row: [kv_heads, keep]. All rows of `before` must differ."""
     keys, moved = (rows_of(x[0], listed, n) for x, listed, n in ((before, source, rows), (after, target, keep)))
     same = np.ones((KV_HEADS, keep, rows), bool)
     for mine, theirs in zip(moved, keys, strict=True):
@@ -87,19 +86,21 @@ def call(pools, source, rows, keep, target, sinks, window, implementation=None):
 
 
 @settings(max_examples=30, deadline=None)
-@given(data=st.data(), kind=st.sampled_from(KINDS), seed=st.integers(0, 99), ones=st.booleans(), in_place=st.booleans())
-def test_equals_reference(data, kind, seed, ones, in_place):
+@given(
+    data=st.data(), kind=st.sampled_from(KINDS), seed=st.integers(0, 99), integers=st.booleans(), in_place=st.booleans()
+)
+def test_xla_equals_reference(data, kind, seed, integers, in_place):
     rows = data.draw(st.integers(1, PAGES * PAGE_SIZE))
     keep = data.draw(st.integers(1, rows))
     sinks = data.draw(st.integers(0, keep))
     window = data.draw(st.integers(0, keep - sinks))
-    source, elsewhere = lists(seed)
+    source, elsewhere = page_lists(seed)
     target = source if in_place else elsewhere
-    # int8 rows of whole numbers: products with a scale are rounded, and which of two equal norms is less is chance.
-    before = make_pages(kind, rows, source, seed=seed, ones=ones and kind != "int8")
-    found, wanted = (call(before, source, rows, keep, target, sinks, window, name) for name in ("xla", "reference"))
+    # Not for int8: rounding of products with a scale decides the order of equal norms.
+    before = make_pages(kind, rows, source, seed=seed, integers=integers and kind != "int8")
+    found, expected = (call(before, source, rows, keep, target, sinks, window, name) for name in ("xla", "reference"))
     untouched = np.setdiff1d(np.arange(NUM_PAGES), target)
-    for mine, theirs, old in zip(found, wanted, before, strict=True):
+    for mine, theirs, old in zip(found, expected, before, strict=True):
         for x, y in zip(rows_of(mine, target, keep), rows_of(theirs, target, keep), strict=True):
             np.testing.assert_array_equal(x, y)
         for x, y in zip(bits(mine), bits(old), strict=True):
@@ -108,29 +109,29 @@ def test_equals_reference(data, kind, seed, ones, in_place):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept(kind, implementation):
-    """By hand: sinks, window, and the smallest norms between them, in order, bit by bit, for each head its own."""
+def test_sinks_window_and_smallest_norms_are_kept(kind, implementation):
+    """By hand for each head: the kept rows, their order, and their bits."""
     rows, keep, sinks, window = 53, 30, 4, 8
-    source, target = lists(3)
+    source, target = page_lists(3)
     before = make_pages(kind, rows, source, seed=3)
     after = call(before, source, rows, keep, target, sinks, window, implementation)
     kept = kept_rows(before, after, source, target, rows, keep)
     assert (np.diff(kept, axis=1) > 0).all()
     assert (kept[0] != kept[1]).any()
-    keys = wide(before[0])
+    keys = as_float64(before[0])
     norms = np.linalg.norm(keys[source].swapaxes(0, 1).reshape(KV_HEADS, -1, HEAD_DIM)[:, :rows], axis=-1)
     for head in range(KV_HEADS):
         assert {*range(sinks), *range(rows - window, rows)} <= set(kept[head].tolist())
         between = np.arange(sinks, rows - window)
         smallest = between[np.argsort(norms[head, between])[: keep - sinks - window]]
         np.testing.assert_array_equal(kept[head, sinks : keep - window], np.sort(smallest))
-    for mine, theirs in zip(after, before, strict=True):  # values go with their keys, scales with both
+    for mine, theirs in zip(after, before, strict=True):  # values move with their keys, scales with both
         for x, y in zip(rows_of(mine, target, keep), rows_of(theirs, source, rows), strict=True):
             np.testing.assert_array_equal(x, np.take_along_axis(y, kept[:, :, None], axis=1))
 
 
-def test_layers_choose_each_for_itself():
-    rows, keep, (source, target) = 50, 21, lists(9)
+def test_each_layer_keeps_its_own_rows():
+    rows, keep, (source, target) = 50, 21, page_lists(9)
     first, second = (make_pages("float32", rows, source, seed=seed) for seed in (1, 2))
     numbers = dict(zip(("rows", "keep", "sinks", "window"), scalars(rows, keep, 2, 3), strict=True))
     for name in ("xla", "reference"):
@@ -138,15 +139,15 @@ def test_layers_choose_each_for_itself():
             *zip(first, second, strict=True), source=source, target=target, **numbers, implementation=name
         )
         for layer, alone in enumerate((first, second)):
-            wanted = call(alone, source, rows, keep, target, 2, 3, name)
-            for found, expected in zip((keys[layer], values[layer]), wanted, strict=True):
-                np.testing.assert_array_equal(rows_of(found, target, keep), rows_of(expected, target, keep))
+            expected = call(alone, source, rows, keep, target, 2, 3, name)
+            for mine, theirs in zip((keys[layer], values[layer]), expected, strict=True):
+                np.testing.assert_array_equal(rows_of(mine, target, keep), rows_of(theirs, target, keep))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 8, 13, 64])
-def test_keeping_all_changes_nothing(kind, rows):
-    source, target = lists(5)
+def test_keeping_all_rows_copies_them(kind, rows):
+    source, target = page_lists(5)
     before = make_pages(kind, rows, source)
     after = call(before, source, rows, rows, target, 0, 0)
     for mine, theirs in zip(after, before, strict=True):
@@ -155,7 +156,7 @@ def test_keeping_all_changes_nothing(kind, rows):
 
 
 def test_of_equal_norms_the_earlier_rows_are_kept():
-    rows, source = 40, lists(0)[0]
+    rows, source = 40, page_lists(0)[0]
     keys = jnp.ones((NUM_PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM))
     values = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.float32)[:, None, None], (rows, KV_HEADS, HEAD_DIM))
     at = jnp.arange(rows)
@@ -167,8 +168,8 @@ def test_of_equal_norms_the_earlier_rows_are_kept():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_a_key_that_is_no_number_goes_first_and_overflow_is_large(implementation):
-    rows, keep, source = 24, 20, lists(1)[0]
+def test_nan_keys_are_dropped_first_and_infinite_norms_are_large(implementation):
+    rows, keep, source = 24, 20, page_lists(1)[0]
     keys, values = make_pages("float32", rows, source)
     broken = {5: np.nan, 9: -np.nan, 12: np.inf, 17: 1e30}
     for row, value in broken.items():
@@ -180,9 +181,9 @@ def test_a_key_that_is_no_number_goes_first_and_overflow_is_large(implementation
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_kvc_01_attention_over_what_is_left_equals_attention_under_a_mask(kind):
+def test_kvc_01_attention_over_kept_rows_equals_masked_attention(kind):
     rows, keep, sinks, window, heads = 59, 33, 4, 8, 6
-    source, target = lists(7)
+    source, target = page_lists(7)
     before = make_pages(kind, rows, source, seed=7)
     after = call(before, source, rows, keep, target, sinks, window)
     kept = kept_rows(before, after, source, target, rows, keep)
@@ -194,7 +195,7 @@ def test_kvc_01_attention_over_what_is_left_equals_attention_under_a_mask(kind):
         decode=True,
     )
     found = np.asarray(paged_attention(jnp.asarray(query), *after, batch, scale=0.25))[0]
-    keys, values = (wide(x)[source].swapaxes(0, 1).reshape(KV_HEADS, -1, HEAD_DIM)[:, :rows] for x in before)
+    keys, values = (as_float64(x)[source].swapaxes(0, 1).reshape(KV_HEADS, -1, HEAD_DIM)[:, :rows] for x in before)
     for head in range(heads):
         group = head // (heads // KV_HEADS)
         scores = keys[group] @ query[0, head] * 0.25
@@ -203,12 +204,12 @@ def test_kvc_01_attention_over_what_is_left_equals_attention_under_a_mask(kind):
         np.testing.assert_allclose(found[head], weights @ values[group] / weights.sum(), atol=1e-5)
 
 
-def test_shapes_that_do_not_fit_are_named():
-    source, target = lists(0)
+def test_errors_for_mismatched_shapes_have_the_shapes():
+    source, target = page_lists(0)
     keys, values = make_pages("int8", 9, source)
     rows, keep, none = scalars(9, 5, 0)
     fewer = jax.tree.map(lambda x: x[:-1], values)
-    with pytest.raises(ValueError, match=r"of one shape.* got \[\(17, 2, 8, 16\)\], \[\(16, 2, 8, 16\)\]"):
+    with pytest.raises(ValueError, match=r"need one shape.* got \[\(17, 2, 8, 16\)\], \[\(16, 2, 8, 16\)\]"):
         compact((keys,), (fewer,), jnp.asarray(source), rows, keep, jnp.asarray(target), sinks=none, window=none)
     with pytest.raises(ValueError, match=r"no implementation 'cuda'"):
         call((keys, values), source, 9, 5, target, 0, 0, "cuda")

@@ -1,4 +1,4 @@
-"""Packed attention against each segment alone in numpy, over random segments, padding, poison and windows."""
+"""Packed attention against numpy on each segment alone, over random segments, windows and NaN in padding."""
 
 import functools
 import re
@@ -20,15 +20,15 @@ run = jax.jit(packed_attention, static_argnames=("scale", "longest", "implementa
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tiles that the slots do not fill evenly. Tests of the real ones use other numbers of slots, so that they share no
-    trace with these."""
+    """Use tile sizes that do not divide SLOTS. Tests of the real sizes use other numbers of slots, so that they are
+    traced again."""
     monkeypatch.setattr(xla, "QUERY_TILE", 20)
     monkeypatch.setattr(xla, "KEY_TILE", 16)
     monkeypatch.setattr(xla, "SEGMENTS", 3)
 
 
 def make_case(segments, *, slots=SLOTS, seed=0, dtype=jnp.float32, poison=np.nan):
-    """`segments` are lengths, negative ones are runs of padding; padding holds `poison`, and so does what is left."""
+    """Arguments for segments of these lengths. Negative lengths are padding; padding and the rest hold `poison`."""
     rng = np.random.default_rng(seed)
     arrays = np.full((3, slots, HEADS, HEAD_DIM), poison, np.float32)
     first, last, at = np.zeros(slots, np.int32), np.zeros(slots, np.int32), 0
@@ -45,7 +45,7 @@ def make_case(segments, *, slots=SLOTS, seed=0, dtype=jnp.float32, poison=np.nan
 
 
 def each_alone(case):
-    """Softmax attention of one segment after the other, in float64; zeros elsewhere."""
+    """Softmax attention segment by segment, in float64; zeros elsewhere."""
     query, key, value = (np.asarray(x, np.float64) for x in case[:3])
     first, last = (np.asarray(x) for x in case[3:])
     out = np.zeros_like(query)
@@ -67,11 +67,11 @@ def check(case, *, longest=None, implementation=None, tolerance=2e-6):
 
 
 @st.composite
-def packings(draw, most):
-    """Lengths of at most `most`, with padding in between and behind, up to all slots."""
+def packings(draw, max_length):
+    """Lengths of up to `max_length`, with padding between and after them, up to all slots."""
     segments, left = [], SLOTS
     for _ in range(draw(st.integers(0, 12))):
-        length = draw(st.integers(1, most)) * draw(st.sampled_from([1, 1, 1, -1]))
+        length = draw(st.integers(1, max_length)) * draw(st.sampled_from([1, 1, 1, -1]))
         left -= abs(length)
         if left < 0:
             break
@@ -81,13 +81,13 @@ def packings(draw, most):
 
 @settings(max_examples=60, deadline=None)
 @given(segments=packings(SLOTS), seed=st.integers(0, 99))
-def test_mm_segments_equal_each_alone(segments, seed):
+def test_mm_packed_segments_equal_each_alone(segments, seed):
     check(make_case(segments, seed=seed))
 
 
 @settings(max_examples=60, deadline=None)
 @given(segments=packings(16), seed=st.integers(0, 99))
-def test_windows_equal_each_alone(segments, seed):
+def test_packed_windows_equal_each_alone(segments, seed):
     case = make_case(segments, seed=seed)
     check(case, longest=16)
     check(case)
@@ -104,9 +104,9 @@ EDGES = [
     [1],
     [SLOTS],
     [-SLOTS],
-    [20, 20, 20, 20, 16],  # exactly the query tiles
-    [16] * 6,  # exactly the key tiles
-    [-40, 16, -40],  # whole tiles of padding before
+    [20, 20, 20, 20, 16],  # equal to the query tiles
+    [16] * 6,  # equal to the key tiles
+    [-40, 16, -40],  # whole tiles of padding
     [1] * SLOTS,
     [15, 1, 17, 63],
 ]
@@ -114,7 +114,7 @@ EDGES = [
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("segments", EDGES, ids=str)
-def test_padding_is_zero_and_reaches_nothing(segments, poison):
+def test_padding_is_zero_and_does_not_affect_results(segments, poison):
     case = make_case(segments, poison=poison)
     check(case)
     check(case, longest=SLOTS)
@@ -122,7 +122,7 @@ def test_padding_is_zero_and_reaches_nothing(segments, poison):
 
 @pytest.mark.parametrize("longest", [None, 24])
 @pytest.mark.parametrize("poisoned", range(3))
-def test_query_key_or_value_alone_is_poisoned(poisoned, longest):
+def test_nan_in_the_padding_of_one_argument_changes_nothing(poisoned, longest):
     segments = [5, 24, -3, 17, -9, 20]
     clean = make_case(segments, poison=0.0)
     mixed = list(clean)
@@ -132,12 +132,12 @@ def test_query_key_or_value_alone_is_poisoned(poisoned, longest):
 
 
 @pytest.mark.parametrize("longest", [None, 32])
-def test_bfloat16(longest):
+def test_bfloat16_is_close_to_float64(longest):
     check(make_case([7, 32, 30, -5, 20], dtype=jnp.bfloat16), longest=longest, tolerance=2e-2)
 
 
-def test_real_tiles(monkeypatch):
-    """The tile sizes in use, at a size that none of them divides, with images across their edges."""
+def test_real_tile_sizes(monkeypatch):
+    """The number of slots is not a multiple of any tile size, and segments cross tile edges."""
     monkeypatch.undo()
     case = make_case([700, 12, 300, -50, 64, 9], slots=1200)
     check(case, tolerance=5e-6)
@@ -154,15 +154,15 @@ def test_any_number_of_heads(heads, head_dim):
 
 
 def test_large_scores_do_not_overflow():
-    """Scores around 5,000, of which float32 keeps three decimals."""
+    """Scores are around 5,000, for which float32 has three decimals."""
     query, key, value, first, last = make_case([50, 30])
     check((query * 30, key * 30, value, first, last), tolerance=1e-3)
     check((query * 30, key * 30, value, first, last), longest=50, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("longest", [None, 64])
-def test_nothing_is_patches_by_patches(longest, monkeypatch):
-    """No array of the program has two axes of n, and temporaries grow with n and not with its square."""
+def test_memory_is_not_quadratic_in_the_patches(longest, monkeypatch):
+    """No array of the program has two axes of n, and temporaries grow linearly with n."""
     monkeypatch.undo()
 
     def compiled(n):
@@ -179,17 +179,16 @@ def test_nothing_is_patches_by_patches(longest, monkeypatch):
     assert grown < 2.2
 
 
-def test_work_follows_the_data(monkeypatch):
-    """Key tiles outside of a query tile's images are not read, nor are tiles behind the last image: their trips are
-    counted."""
+def test_only_tiles_of_the_own_segments_are_read(monkeypatch):
+    """Loop trips are counted: key tiles outside a query tile's segments and tiles after the last segment have none."""
     trips = []
     slots = xla._slots
 
-    def counted(x, group, start, size):
+    def counting(x, group, start, size):
         jax.debug.callback(lambda: trips.append(size))
         return slots(x, group, start, size)
 
-    monkeypatch.setattr(xla, "_slots", counted)
+    monkeypatch.setattr(xla, "_slots", counting)
     monkeypatch.setattr(xla, "HEADS", HEADS)
     attention = jax.jit(functools.partial(packed_attention, scale=SCALE))
 
@@ -201,15 +200,15 @@ def test_work_follows_the_data(monkeypatch):
 
     assert count([100]) == (5, 5 * 7)
     assert count([]) == (0, 0)
-    assert count([16, 16]) == (2, 2 + 1)  # slots 0 to 19 see both key tiles, 20 to 39 the second one
+    assert count([16, 16]) == (2, 2 + 1)  # slots 0 to 19 need both key tiles, 20 to 39 the second one
     assert count([-40, 32]) == (4, 2 * 3)  # slots 40 to 71 lie in the key tiles from 32 to 79
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_errors_for_mismatched_shapes_have_the_shapes():
     query, key, value, first, last = make_case([5])
     with pytest.raises(ValueError, match=r"of one dtype.*got float32\[96, 6, 20\], bfloat16\[96, 6, 20\], float"):
         packed_attention(query, key.astype(jnp.bfloat16), value, first, last, scale=1.0)
-    with pytest.raises(ValueError, match=r"no implementation 'cuda', there are \['reference', 'xla'\]"):
+    with pytest.raises(ValueError, match=r"no implementation 'cuda'; available: \['reference', 'xla'\]"):
         packed_attention(query, key, value, first, last, scale=1.0, implementation="cuda")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         packed_attention(query, key, value, first, last, scale=1.0, longest=0)

@@ -1,4 +1,4 @@
-"""Paged attention against the dense float32 reference, over random rows, page sizes and poisoned pools."""
+"""Paged attention against the dense float32 reference, over random rows and page sizes, with NaN in unwritten slots."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,11 @@ run = jax.jit(paged_attention, static_argnames=("scale", "window", "implementati
 
 
 def make_case(rows, *, page_size, seed=0, decode=False, dtype=jnp.float32, poison=np.nan, num_rows=8):
-    """`rows` are (kv_len, queries). Every slot that no row wrote holds `poison`; tables are padded with random
-    pages."""
+    """Arguments for `rows` of (kv_len, queries). Unwritten slots hold `poison`; tables are padded with random pages."""
     rng = np.random.default_rng(seed)
     num_pages = 1 + num_rows * PAGES_PER_ROW
     pools = np.full((2, num_pages, KV_HEADS, page_size, HEAD_DIM), poison, np.float32)
-    pools[:, 0, :, 0] = 0.5  # what padding rows wrote
+    pools[:, 0, :, 0] = 0.5  # written by padding rows
     free = list(rng.permutation(num_pages - 1) + 1)
     tables = rng.integers(0, num_pages, (num_rows, PAGES_PER_ROW)).astype(np.int32)
     kv_len, count = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32)
@@ -84,14 +83,14 @@ def test_mixed_rows_equal_reference(data, page_size, seed):
 
 @pytest.mark.parametrize("window", [1, 17, 64])
 def test_windows_equal_reference(window):
-    """Rows that start before, on and behind the edge of a key tile, and so do their windows."""
+    """Lengths and windows end before, at and after the edge of a key tile."""
     lengths = [1, 63, 64, 65, 128, 150, 181, 190]
     check(*make_case([(n, 1) for n in lengths], page_size=16, decode=True), window=window)
     check(*make_case([(190, 40), (70, 33), (181, 1), (1, 1), (20, 20)], page_size=16), window=window)
 
 
-def test_a_window_sees_the_last_tokens_only():
-    """The reference itself: against softmax over the last tokens of one row, in numpy."""
+def test_reference_with_a_window_attends_to_the_last_tokens_only():
+    """The oracle is softmax over the last tokens of one row, in numpy."""
     (query, keys, values, batch), _ = make_case([(30, 3)], page_size=8)
     got = np.asarray(run(query, keys, values, batch, scale=0.25, window=5, implementation="reference"))
     table = np.asarray(batch.block_tables)[0]
@@ -106,8 +105,8 @@ def test_a_window_sees_the_last_tokens_only():
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_what_is_nan_in_a_row_stays_in_it(decode):
-    """In a query, or in a key or value that was written: all other rows are the same to the bit."""
+def test_nan_in_a_row_does_not_affect_other_rows(decode):
+    """NaN is in a query, or in a written key or value; results of all other rows keep every bit."""
     rows = [(33, 1 if decode else 9), (70, 1), (190, 1), (17, 1)]
     (query, keys, values, batch), real = make_case(rows, page_size=16, decode=decode)
     clean = np.asarray(run(query, keys, values, batch, scale=0.25))
@@ -132,7 +131,7 @@ def test_kv_01_unwritten_slots_may_hold_nan(length, poison):
 
 
 @pytest.mark.parametrize("poisoned", [1, 2])
-def test_kv_01_keys_or_values_alone_are_poisoned(poisoned):
+def test_kv_01_nan_in_unwritten_keys_or_values_alone_changes_nothing(poisoned):
     case, real = make_case([(17, 1), (33, 20)], page_size=16)
     clean = make_case([(17, 1), (33, 20)], page_size=16, poison=0.0)[0]
     mixed = list(clean)
@@ -157,7 +156,7 @@ def test_kv_03_batched_rows_equal_each_alone():
         np.testing.assert_allclose(run(query[order], keys, values, alone, scale=0.25)[0], together[r], atol=1e-6)
 
 
-def test_bfloat16_pool_kept_as_uint16():
+def test_bfloat16_pool_stored_as_uint16():
     check(*make_case([(40, 1), (7, 1)], page_size=16, dtype=jnp.bfloat16, decode=True), tolerance=2e-2)
     check(*make_case([(40, 33), (7, 1)], page_size=16, dtype=jnp.bfloat16), tolerance=2e-2)
 
@@ -171,7 +170,7 @@ def test_written_rows_are_read_back():
     assert int((pages != 0).any(axis=(1, 3)).sum()) == 3
 
 
-def test_keys_and_values_are_written_together():
+def test_write_kv_writes_keys_and_values():
     rng = np.random.default_rng(0)
     pages = [jnp.asarray(rng.standard_normal((4, KV_HEADS, 8, HEAD_DIM)), jnp.float32) for _ in range(2)]
     new = [jnp.asarray(rng.standard_normal((3, KV_HEADS, HEAD_DIM)), jnp.float32) for _ in range(2)]
@@ -181,13 +180,13 @@ def test_keys_and_values_are_written_together():
         assert int((got != before).any(axis=(1, 3)).sum()) == 3
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_errors_for_invalid_arguments_have_the_values():
     (query, keys, values, batch), _ = make_case([(5, 1)], page_size=8, decode=True)
     with pytest.raises(ValueError, match=r"heads a multiple of kv_heads, got \(97, 2, 8, 16\)"):
         paged_attention(query[:, :5], keys, values, batch, scale=1.0)
     with pytest.raises(ValueError, match=r"no implementation 'cuda'"):
         paged_attention(query, keys, values, batch, scale=1.0, implementation="cuda")
-    with pytest.raises(ValueError, match=r"a window of 0 tokens sees nothing"):
+    with pytest.raises(ValueError, match=r"window must be at least 1 or None, got 0"):
         paged_attention(query, keys, values, batch, scale=1.0, window=0)
     new, at = jnp.zeros((2, KV_HEADS, HEAD_DIM)), jnp.asarray([1, 2])
     with pytest.raises(ValueError, match=r"write_kv: no implementation 'mosaic'"):

@@ -1,5 +1,4 @@
-"""int8 pages: what a row reads back as, that nothing leaks from slots never written, and how near attention over them
-comes to attention over what was written."""
+"""int8 pages: quantisation, unwritten slots, and attention against the reference and against unquantised pages."""
 
 import functools
 
@@ -22,8 +21,8 @@ lengths = st.lists(st.integers(1, PAGES_PER_ROW * 8), min_size=1, max_size=8)
 
 
 def quantised(pages, *, poison=np.nan):
-    """The oracle, in numpy. A slot that is not finite was never written: its scale holds `poison`, and its numbers,
-    -128 included, are whatever they are."""
+    """The oracle of quantisation, in numpy. Slots that are not finite count as unwritten: their scales hold `poison`,
+    their values are random and may be -128."""
     pages = np.asarray(pages, np.float32)
     written = np.isfinite(pages).all(-1)
     scales = np.where(written, np.abs(pages).max(-1) / np.float32(127), poison).astype(np.float32)
@@ -34,7 +33,7 @@ def quantised(pages, *, poison=np.nan):
 
 
 def dequantised(pages):
-    with np.errstate(invalid="ignore"):  # 0 * inf, where a test planted infinite scales
+    with np.errstate(invalid="ignore"):  # 0 * inf, in tests with infinite scales
         return np.asarray(pages.values, np.float32) * np.asarray(pages.scales)[..., None]
 
 
@@ -52,7 +51,7 @@ def check(rows, *, page_size=16, seed=0, decode=False, dtype=jnp.float32, poison
     want = np.asarray(run(*case, scale=0.25, implementation="reference"), np.float32)
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got[:real], want[:real], atol=tolerance, rtol=tolerance)
-    # The reference itself, against the plain pages that hold what the quantised ones read back as.
+    # The reference itself, against dequantised pages.
     keys, values = (jnp.asarray(dequantised(pages)) for pages in case[1:3])
     plain = np.asarray(run(query.astype(dtype), keys, values, batch, scale=0.25, implementation="reference"))
     np.testing.assert_allclose(want[:real], plain[:real].astype(np.float32), atol=2e-6, rtol=1e-6)
@@ -63,7 +62,7 @@ def check(rows, *, page_size=16, seed=0, decode=False, dtype=jnp.float32, poison
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 5.0, 3e4, 1e37])
-def test_a_row_reads_back_to_half_a_step(dtype, size):
+def test_a_row_dequantises_to_within_half_a_step(dtype, size):
     rows = jnp.asarray(size * np.random.default_rng(0).standard_normal((50, KV_HEADS, HEAD_DIM)), dtype)
     values, scales = (np.asarray(x) for x in quantise(rows))
     exact = np.asarray(rows, np.float32)
@@ -72,7 +71,7 @@ def test_a_row_reads_back_to_half_a_step(dtype, size):
     assert (np.abs(values * scales[..., None] - exact) <= 0.5001 * scales[..., None]).all()
 
 
-def test_a_row_of_zeros_has_scale_0_and_reads_back_as_zeros():
+def test_a_row_of_zeros_has_scale_0_and_zero_values():
     values, scales = quantise(jnp.zeros((3, KV_HEADS, HEAD_DIM), jnp.bfloat16))
     assert not np.asarray(values).any()
     assert not np.asarray(scales).any()
@@ -80,7 +79,7 @@ def test_a_row_of_zeros_has_scale_0_and_reads_back_as_zeros():
 
 @pytest.mark.parametrize("top", [HUGE, 4.0, TINY, TINY / 2**7, TINY / 2**14, TINY / 2**23])
 def test_kvq_01_rows_saturate_and_never_wrap(top):
-    """The scale of a row of very small numbers is subnormal: coarse, or 0."""
+    """The scale of a row of very small values is subnormal, and so coarse, or 0."""
     row = np.linspace(-1, 1, HEAD_DIM, dtype=np.float32) * np.float32(top)
     values, scales = quantise(jnp.asarray(row)[None])
     values = np.asarray(values[0], np.int32)
@@ -92,8 +91,8 @@ def test_kvq_01_rows_saturate_and_never_wrap(top):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_not_finite_do_not_leave_their_token(bad):
-    """The token's row holds finite numbers, and no other row changes: so nothing that reads it becomes NaN."""
+def test_values_that_are_not_finite_do_not_affect_other_tokens(bad):
+    """The token's row is stored as finite values, and no other row changes, so no result becomes NaN."""
     good = np.random.default_rng(1).standard_normal((6, KV_HEADS, HEAD_DIM)).astype(np.float32)
     broken = good.copy()
     broken[2, 0, 3] = broken[4, :] = bad
@@ -109,7 +108,7 @@ def test_numbers_that_are_not_finite_do_not_leave_their_token(bad):
     assert not (values[4] * scales[4][..., None]).any()
 
 
-def test_written_rows_are_read_back_and_no_other_slot_is_touched():
+def test_written_rows_are_read_back_and_no_other_slot_changes():
     new = np.random.default_rng(0).standard_normal((3, KV_HEADS, HEAD_DIM)).astype(np.float32)
     before = empty_pages(4)
     after = write_pages(before, jnp.asarray(new), jnp.asarray([3, 1, 1]), jnp.asarray([7, 0, 1]))
@@ -143,8 +142,8 @@ def test_mixed_rows_equal_reference(data, page_size, seed):
     check(rows, page_size=page_size, seed=seed)
 
 
-def test_bfloat16_queries():
-    """All is float32 but the query and the result: they differ by its rounding."""
+def test_bfloat16_queries_equal_reference_up_to_rounding():
+    """Only the query and the result are bfloat16."""
     check([(40, 1), (7, 1)], decode=True, dtype=jnp.bfloat16, tolerance=2**-8)
     check([(40, 33), (7, 1)], dtype=jnp.bfloat16, tolerance=2**-8)
 
@@ -167,10 +166,10 @@ def test_kv_01_scales_of_keys_or_values_alone_are_nan(poisoned):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_kvq_01_attention_is_near_that_of_the_numbers_written(implementation):
-    """Keys and values of up to 4 to 5, scores of usual size. An error of half a step of 5/127 in each number moves a
-    score of head_dim ** -0.5 * sum(q * k) by 0.01 or so (root mean square), and a result by no more than its values'
-    step; a scale of 1.0 in place of the row's own moves it by ten times that."""
+def test_kvq_01_attention_is_close_to_that_over_unquantised_pages(implementation):
+    """Keys and values are up to 4 to 5. An error of half a step of 5/127 in each value changes a score of
+    head_dim ** -0.5 * sum(q * k) by about 0.01 (root mean square), and a result by at most a step of its values. A
+    wrong scale of 1.0 changes it by ten times that."""
     (query, keys, values, batch), real = make_case([(190, 1), (90, 60), (16, 16)], page_size=16)
     keys, values = 1.3 * keys, 1.3 * values
     want = np.asarray(run(query, keys, values, batch, scale=0.25, implementation="reference"))[:real]
@@ -178,15 +177,15 @@ def test_kvq_01_attention_is_near_that_of_the_numbers_written(implementation):
     got = np.asarray(run(query, keys, values, batch, scale=0.25, implementation=implementation))[:real]
     error = np.sqrt(np.mean((got - want) ** 2))
     assert error < 0.01 * np.sqrt(np.mean(want**2))
-    forgotten = [QuantPages(values=x.values, scales=jnp.ones_like(x.scales)) for x in (keys, values)]
-    wrong = np.asarray(run(query, *forgotten, batch, scale=0.25, implementation=implementation))[:real]
+    wrong_scales = [QuantPages(values=x.values, scales=jnp.ones_like(x.scales)) for x in (keys, values)]
+    wrong = np.asarray(run(query, *wrong_scales, batch, scale=0.25, implementation=implementation))[:real]
     assert np.sqrt(np.mean((wrong - want) ** 2)) > 10 * error
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-def test_kvq_02_whole_chunked_and_behind_a_prefix_read_the_same(chunk, dtype):
-    """A chunk attends to its own rows after quantisation, so it does not matter in which chunk a token came."""
+def test_kvq_02_whole_chunked_and_prefix_cached_prompts_are_equal(chunk, dtype):
+    """A chunk attends to its own rows after quantisation, so a token's chunk does not matter."""
     length, page_size = 64, 16
     rng = np.random.default_rng(3)
     query, *new = (
@@ -195,7 +194,7 @@ def test_kvq_02_whole_chunked_and_behind_a_prefix_read_the_same(chunk, dtype):
     table = np.array([[3, 1, 4, 2]], np.int32)
 
     def prefill(pages, start, stop):
-        """As a step does it: padded to one size, and padding rows write to page 0."""
+        """One step: padded to a fixed size; padding rows write to page 0."""
         at = np.arange(start, start + length)
         real = at < stop
         page = np.where(real, table[0, np.minimum(at, length - 1) // page_size], 0)
@@ -230,7 +229,7 @@ def test_kvq_02_whole_chunked_and_behind_a_prefix_read_the_same(chunk, dtype):
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_step_works_in_place_and_its_temporaries_do_not_grow_with_the_pool(dtype, decode):
+def test_a_step_is_in_place_and_its_temporaries_do_not_grow_with_the_pool(dtype, decode):
     tokens, rows, page_size, head_dim = (8, 8, 32, 64) if decode else (64, 8, 32, 64)
     abstract = jax.ShapeDtypeStruct
 
@@ -257,12 +256,12 @@ def test_a_step_works_in_place_and_its_temporaries_do_not_grow_with_the_pool(dty
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 
-def test_pages_that_do_not_fit_are_named():
+def test_errors_for_mismatched_pages_have_the_shapes():
     (query, keys, values, batch), _ = make_case([(5, 1)], page_size=8, decode=True)
     int8 = quantised(values)
-    with pytest.raises(ValueError, match="quantise key pages and value pages, or neither"):
+    with pytest.raises(ValueError, match="key pages and value pages must both be quantised, or neither"):
         paged_attention(query, keys, int8, batch, scale=1.0)
-    with pytest.raises(ValueError, match=r"scales \(97, 2\) do not fit pages \(97, 2, 8, 16\), \(97, 2, 8\) do"):
+    with pytest.raises(ValueError, match=r"scales of pages \(97, 2, 8, 16\) must be \(97, 2, 8\), got \(97, 2\)"):
         paged_attention(query, QuantPages(values=int8.values, scales=int8.scales[..., 0]), int8, batch, scale=1.0)
     with pytest.raises(ValueError, match=r"got \(97, 2, 8, 16\) and \(97, 1, 8, 16\)"):
         paged_attention(query, int8, jax.tree.map(lambda x: x[:, :1], int8), batch, scale=1.0)

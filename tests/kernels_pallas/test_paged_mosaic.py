@@ -1,5 +1,7 @@
-"""The Mosaic GPU kernel of paged attention: interpreted on a CPU (shared memory, barriers and copies simulated, races
-raised) against the dense float32 reference, and lowered for GPUs."""
+"""The Mosaic GPU kernel of paged attention against the dense float32 reference, and lowered for GPUs.
+
+The kernel is interpreted on a CPU: shared memory, barriers and copies are simulated, and races raise.
+"""
 
 import faulthandler
 import functools
@@ -21,9 +23,8 @@ interpreted = pytest.mark.skipif(pallas.NO_MOSAIC_INTERPRETER is not None, reaso
 
 
 @pytest.fixture(autouse=True)
-def never_hangs(capfd):
-    """A barrier that is waited for in vain blocks the interpreter for ever, and not in Python: the process ends then,
-    with all stacks."""
+def end_hanging_process(capfd):
+    """End the process with all stacks after 300 seconds: waiting for a barrier can hang forever outside Python."""
     with capfd.disabled():
         stderr = os.dup(2)
     faulthandler.dump_traceback_later(300, exit=True, file=stderr)
@@ -35,9 +36,11 @@ def never_hangs(capfd):
 def make_case(
     lengths, *, window=None, group=7, kv_heads=1, head_dim=64, page_size=16, dtype=jnp.bfloat16, poison=(np.nan, np.nan)
 ):
-    """Rows of these lengths, in pages that stand in any order; tables end with the longest row. All that no query sees
-    holds `poison` (of keys, of values): slots and pages that nobody wrote, and what lies before the window. The first
-    and the last token that a query sees have values that would be missed."""
+    """Arguments for rows of these lengths, in randomly ordered pages; tables are as long as the longest row.
+
+    Unwritten slots and tokens before the window hold `poison` (keys, values). The first and the last visible token have
+    large values, so that results without them are wrong.
+    """
     rng = np.random.default_rng(0)
     rows, pages_per_row = len(lengths), -(-max(lengths) // page_size)
     num_pages = 1 + rows * pages_per_row
@@ -71,7 +74,7 @@ def check(lengths, *, splits=1, stages=2, key_tile=64, window=None, **kinds):
         got = mosaic.attention(*case, scale=SCALE, window=window, settings=settings, interpret=True)
         got = np.asarray(got, np.float32)
     want = np.asarray(reference.attention(*case, scale=SCALE, window=window), np.float32)
-    # Both round the result to 8 bits, the kernel its weights too.
+    # Both round the result to 8 bits; the kernel also rounds its weights.
     np.testing.assert_allclose(got, want, atol=2e-2, rtol=1e-2)
 
 
@@ -92,8 +95,8 @@ def test_decode_equals_reference(kinds):
 
 @interpreted
 @pytest.mark.parametrize(("stages", "key_tile"), [(3, 64), (4, 64), (2, 128)])
-def test_tiles_in_flight(stages, key_tile):
-    """Every stage is used twice and more."""
+def test_stages_are_reused(stages, key_tile):
+    """Every stage is used at least twice."""
     check([2 * stages * key_tile + 17], stages=stages, key_tile=key_tile, page_size=64)
 
 
@@ -105,27 +108,27 @@ def test_kv_01_lengths_at_the_edges_of_pages_and_tiles(page_size):
 
 @interpreted
 def test_rows_divide_their_own_tokens():
-    """Three splits of 128 tokens at least: rows of one, of two and of three live ones."""
+    """Three splits of at least 128 tokens: rows that use one, two and three of them."""
     check([1, 129, 400], splits=3)
 
 
 @interpreted
 @pytest.mark.parametrize(("window", "page_size"), [(1, 16), (100, 16), (130, 128)])
-def test_sliding_window(window, page_size):
+def test_sliding_window_equals_reference(window, page_size):
     check([17, 129, 300], splits=2, window=window, page_size=page_size)
 
 
 @interpreted
-# Of numpy, in which the interpreter multiplies: scores of infinite keys, which are masked afterwards.
+# The interpreter multiplies in numpy: scores of infinite keys, which are masked afterwards.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("poison", [(np.nan, 0.0), (0.0, np.nan), (np.inf, -np.inf)], ids=str)
-def test_kv_01_what_is_not_seen_never_counts(poison):
+def test_kv_01_unwritten_slots_do_not_affect_results(poison):
     check([17, 150], poison=poison)
 
 
 @interpreted
-def test_weights_stored_token_by_token(monkeypatch):
-    """As on JAX 0.10, which lacks the other way and the interpreter too."""
+def test_weights_stored_untransposed_equal_reference(monkeypatch):
+    """JAX 0.10 cannot store them transposed, and has no interpreter."""
     monkeypatch.setattr(pallas, "MOSAIC_STORES_TRANSPOSED", False)
     jax.clear_caches()
     check([200], head_dim=128)
@@ -134,7 +137,7 @@ def test_weights_stored_token_by_token(monkeypatch):
 
 @pytest.mark.parametrize("head_dim", mosaic.HEAD_DIMS)
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_lowers_for_a_gpu(head_dim, page_size):
+def test_kernel_lowers_for_a_gpu(head_dim, page_size):
     *arrays, batch = make_case([100], head_dim=head_dim, page_size=page_size)
     attention = functools.partial(paged_attention, batch=batch, scale=SCALE, window=40, implementation="mosaic")
     lowered = jax.jit(attention).trace(*arrays).lower(lowering_platforms=("cuda",))
@@ -146,7 +149,7 @@ def test_mixed_batches_are_refused():
     mixed = PagedBatch(
         query_start=batch.query_start, kv_len=batch.kv_len, block_tables=batch.block_tables, decode=False
     )
-    with pytest.raises(ValueError, match="decode batches only, and this one is mixed: use triton"):
+    with pytest.raises(ValueError, match="decode batches only, got a mixed batch: use triton"):
         mosaic.attention(query, keys, values, mixed, scale=SCALE)
 
 
@@ -155,12 +158,12 @@ def test_mixed_batches_are_refused():
     [
         ({"head_dim": 96}, r"head_dim 96: the Mosaic kernel supports \(64, 128, 256\)"),
         ({"page_size": 8}, r"page_size 8: the Mosaic kernel supports \(16, 32, 64, 128\)"),
-        ({"group": 17}, r"17 heads over 1 KV heads: the Mosaic kernel supports at most 16 a KV head"),
+        ({"group": 17}, r"17 heads over 1 KV heads: the Mosaic kernel supports at most 16 per KV head"),
         ({"dtype": jnp.float32}, r"queries of float32: the Mosaic kernel supports bfloat16 and float16"),
     ],
     ids=str,
 )
-def test_what_it_does_not_support_is_named(kinds, reason):
+def test_errors_for_unsupported_sizes_have_what_is_supported(kinds, reason):
     case = make_case([5], **kinds)
     with pytest.raises(ValueError, match=reason):
         mosaic.attention(*case, scale=SCALE)
@@ -172,5 +175,5 @@ def test_pages_of_another_dtype_are_refused():
     pages = QuantPages(values=keys.astype(jnp.int8), scales=jnp.ones(keys.shape[:3]))
     with pytest.raises(ValueError, match="int8 pages: the Mosaic kernel reads bfloat16 and float16 only"):
         mosaic.attention(query, pages, pages, batch, scale=SCALE)
-    with pytest.raises(ValueError, match=r"pages of float16 and bfloat16: .* that of the queries"):
+    with pytest.raises(ValueError, match=r"pages of float16 and bfloat16: .* the dtype of the queries, bfloat16"):
         mosaic.attention(query, keys.astype(jnp.float16), values, batch, scale=SCALE)

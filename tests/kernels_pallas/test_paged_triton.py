@@ -1,5 +1,7 @@
-"""The Triton kernels of paged attention, interpreted, against the float32 reference. Pools are tiny, because the
-interpreter's time goes with their size; unwritten slots are NaN, and so is whatever a kernel leaves unwritten."""
+"""The Triton kernels of paged attention, interpreted, against the float32 reference.
+
+Pools are tiny, because the interpreter's time grows with their size. Unwritten slots and unwritten results are NaN.
+"""
 
 import functools
 
@@ -45,13 +47,15 @@ def make_case(
     num_pages=NUM_PAGES,
     seed=0,
 ):
-    """Arguments of attention for `rows` of (kv_len, queries), as a decode batch unless it is said how many `tokens`
-    the flat array has. Slots that no row wrote hold `poison` (keys, values)."""
+    """Arguments for `rows` of (kv_len, queries): a mixed batch with a flat array of `tokens`, or a decode batch.
+
+    Unwritten slots hold `poison` (keys, values).
+    """
     rng = np.random.default_rng(seed)
     pages_per_row = -(-max(length for length, _ in rows) // page_size) + 1
     pools = [np.full((num_pages, kv_heads, page_size, head_dim), x, np.float32) for x in poison]
     for pool in pools:
-        pool[0, :, 0] = 0.5  # what padding rows wrote
+        pool[0, :, 0] = 0.5  # written by padding rows
     free = list(rng.permutation(num_pages - 1) + 1)
     tables = rng.integers(0, num_pages, (num_rows, pages_per_row)).astype(np.int32)
     tables[len(rows) :] = 0
@@ -63,7 +67,7 @@ def make_case(
             used = min(page_size, length - place * page_size)
             for pool in pools:
                 pool[page, :, :used] = rng.standard_normal((kv_heads, used, head_dim))
-    # Scores of a deviation of 3: attention looks at a few tokens, and leaving one out shows.
+    # Scores have a deviation of 3: attention focuses on few tokens, and a missing token changes the result.
     query = 3 / (SCALE * head_dim**0.5) * rng.standard_normal((tokens or num_rows, kv_heads * group, head_dim))
     batch = PagedBatch(
         query_start=jnp.asarray(np.append(0, np.cumsum(count)), jnp.int32),
@@ -75,7 +79,7 @@ def make_case(
     return jnp.asarray(query, dtype), *pools, batch
 
 
-# Compiling is what takes the time, and optimising is most of that.
+# The tests' time is mostly compilation, and most of that is optimisation.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 OPTIONS = ("window", "settings")
 run_decode = jit(functools.partial(triton_decode.attention, scale=SCALE, interpret=True), static_argnames=OPTIONS)
@@ -103,7 +107,7 @@ def reference(case, *, window=None):
 
 
 def check(got, case, *, window=None):
-    """Real queries are as the reference has them, and the others finite."""
+    """Compare real queries with the reference; others must be finite."""
     query, batch = case[0], case[3]
     assert np.isfinite(got.astype(np.float32)).all()
     real = int(batch.query_start[-1])
@@ -131,21 +135,21 @@ def check(got, case, *, window=None):
     ids=str,
 )
 def test_decode_equals_reference(model, run):
-    """Rows of one token, about the end of a page, and long enough for all splits to have some tiles; and padding."""
+    """Rows of one token, of about a page, and long enough that every split has tiles; and padding rows."""
     page_size = model.get("page_size", 16)
     rows = [(1, 1), (page_size - 1, 1), (page_size, 1), (page_size + 1, 1), (437, 1)]
     case = make_case(rows, num_rows=6, **model)
     check(decode(case, **run), case, window=run.get("window"))
 
 
-def test_splits_without_tokens_contribute_nothing():
-    """More splits than tiles: most have none. What they leave of their partial results is NaN in the interpreter."""
+def test_splits_without_tokens_do_not_affect_results():
+    """With more splits than tiles, most have no tokens. Their unwritten partial results are NaN in the interpreter."""
     case = make_case([(1, 1), (40, 1), (128, 1), (129, 1), (300, 1)], num_rows=5)
     check(decode(case, splits=12), case)
 
 
 @pytest.mark.parametrize("split", [1, 4])
-def test_kv_06_length_that_is_no_multiple_of_the_tile(split):
+def test_kv_06_length_that_is_not_a_multiple_of_the_tile(split):
     case = make_case([(1000, 1)], num_rows=1, kv_heads=1, num_pages=64)
     check(decode(case, key_tile=128, splits=split), case)
 
@@ -153,7 +157,7 @@ def test_kv_06_length_that_is_no_multiple_of_the_tile(split):
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.integers(1, 250), min_size=2, max_size=4), seed=st.integers(0, 99))
 def test_kv_03_batched_rows_equal_each_alone(lengths, seed):
-    """To the bit: rows share nothing."""
+    """Equal to the bit: rows share nothing."""
     query, keys, values, batch = make_case([(n, 1) for n in lengths], num_rows=4, num_pages=64, seed=seed)
     pages = ((0, 0), (0, 17 - batch.block_tables.shape[1]))
     batch = PagedBatch(
@@ -198,20 +202,20 @@ def test_mixed_equals_reference(model, run):
     check(mixed(case, **run), case, window=run.get("window"))
 
 
-def test_a_batch_without_padding():
+def test_a_batch_without_padding_equals_reference():
     case = make_case([(n, q) for n, q in ROWS], num_rows=len(ROWS), tokens=109)
     check(mixed(case), case)
 
 
 @pytest.mark.parametrize("window", [1, 1000])
-def test_windows_of_one_token_and_of_all(window):
+def test_windows_of_one_token_and_of_all_equal_reference(window):
     case = make_case(ROWS, num_rows=8, tokens=120)
     check(mixed(case, window=window), case, window=window)
     case = make_case([(length, 1) for length, _ in ROWS], num_rows=6)
     check(decode(case, window=window), case, window=window)
 
 
-def test_kv_06_chunk_of_a_row_whose_length_is_no_multiple_of_the_tile():
+def test_kv_06_chunk_of_a_row_whose_length_is_not_a_multiple_of_the_tile():
     case = make_case([(1000, 13)], num_rows=1, tokens=16, kv_heads=1, num_pages=64)
     check(mixed(case, key_tile=128), case)
 
@@ -281,7 +285,7 @@ def test_kv_01_poison_in_keys_or_values_alone_changes_nothing(attention, poison)
 
 
 @BOTH
-def test_a_query_that_is_nan_stays_in_its_row(attention):
+def test_a_nan_query_affects_its_own_result_only(attention):
     query, *rest = case_for(attention)
     want = attention((query, *rest))
     got = attention((query.at[0, 0].set(jnp.nan), *rest))
@@ -291,8 +295,8 @@ def test_a_query_that_is_nan_stays_in_its_row(attention):
 
 
 @BOTH
-def test_kv_07_all_ones(attention):
-    """Every weighted mean of ones is one, exactly: whatever the scores are."""
+def test_kv_07_attention_over_ones_is_exactly_one(attention):
+    """A weighted mean of ones is one for any scores."""
     query, keys, values, batch = case_for(attention, dtype=jnp.bfloat16, head_dim=128)
     ones = [jnp.ones_like(x) for x in (query, keys, values)]
     real = int(batch.query_start[-1])
@@ -304,14 +308,14 @@ def test_kv_07_all_ones(attention):
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_write_equals_xla_and_touches_no_other_slot(dtype, int8):
+def test_write_equals_xla_and_changes_no_other_slot(dtype, int8):
     rng = np.random.default_rng(0)
     keys, values = (jnp.full((4, 3, 8, 16), x, dtype) for x in (7.0, 9.0))
     if int8:
         keys, values = (quantised(x) for x in (keys, values))
     new = [jnp.asarray(rng.standard_normal((6, 3, 16)), dtype) for _ in range(2)]
     new[1] = new[1].at[1].set(0)
-    page, offset = jnp.asarray([1, 1, 0, 3, 0, 2]), jnp.asarray([0, 7, 0, 2, 0, 3])  # two are padding
+    page, offset = jnp.asarray([1, 1, 0, 3, 0, 2]), jnp.asarray([0, 7, 0, 2, 0, 3])  # two tokens are padding
     write = jit(functools.partial(triton_write.write_kv, interpret=True), donate_argnums=(0, 1))
     want = write_kv(keys, values, *new, page, offset)
     got = write(jax.tree.map(jnp.copy, keys), jax.tree.map(jnp.copy, values), *new, page, offset)
@@ -336,7 +340,7 @@ def abstract(*, heads=4, kv_heads=2, head_dim=64, page_size=16, dtype=jnp.bfloat
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ({"head_dim": 80}, "head_dim 80: .* powers of two from 16 to 256"),
         ({"head_dim": 512}, "head_dim 512"),
@@ -344,16 +348,16 @@ def abstract(*, heads=4, kv_heads=2, head_dim=64, page_size=16, dtype=jnp.bfloat
         ({"heads": 34}, "34 heads over 2 KV heads: .* at most 16"),
         ({"dtype": jnp.float8_e4m3fn}, "queries of float8_e4m3fn: .* bfloat16, float16 and float32"),
         ({"pages_dtype": jnp.uint16}, "pages of uint16: .* the dtype of the queries, bfloat16, or int8"),
-        ({"pages_dtype": jnp.int8, "num_pages": 2**20 + 32}, "at most 2147483648 numbers"),
+        ({"pages_dtype": jnp.int8, "num_pages": 2**20 + 32}, "at most 2147483648 values"),
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_named(model, said):
+def test_errors_for_unsupported_arrays_have_what_is_supported(model, message):
     query, keys, values = abstract(**model)
     assert unsupported(query, keys, values) is not None
     batch = make_case([(5, 1)], num_rows=1, num_pages=4)[3]
     attention = functools.partial(paged_attention, batch=batch, scale=SCALE, implementation="triton")
-    with pytest.raises(ValueError, match=f"paged_attention: .*{said}"):
+    with pytest.raises(ValueError, match=f"paged_attention: .*{message}"):
         jax.eval_shape(attention, query, keys, values)
 
 
@@ -362,11 +366,11 @@ def test_what_is_not_supported_is_named(model, said):
     [{}, {"head_dim": 256, "page_size": 128}, {"heads": 14}, {"pages_dtype": jnp.int8}, {"heads": 2, "page_size": 64}],
     ids=str,
 )
-def test_what_is_supported_is_not_refused(model):
+def test_supported_arrays_are_accepted(model):
     assert unsupported(*abstract(**model)) is None
 
 
-def test_a_batch_of_the_wrong_kind():
+def test_triton_decode_refuses_a_mixed_batch():
     case = make_case([(5, 5)], num_rows=1, tokens=5)
-    with pytest.raises(ValueError, match="triton_decode computes decode batches only"):
+    with pytest.raises(ValueError, match="triton_decode supports decode batches only"):
         decode(case)

@@ -1,4 +1,4 @@
-"""Experiments and runs made up for tests: no engine, no clock."""
+"""Experiments and runs for tests, without an engine or a clock."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ EXPERIMENT = {
 
 
 def experiment(**changes) -> Experiment:
-    """EXPERIMENT with other keys."""
+    """Return EXPERIMENT with some keys replaced."""
     return parse_experiment(EXPERIMENT | changes)
 
 
 class MadeUpBackend:
-    """Each request takes a tenth of a second a hundred tokens, and half of that under C. Counts what it was asked."""
+    """Backend in which a request takes 1 ms a token, and half of that under C. It lists the tags of its runs."""
 
     def __init__(self, *, breaks_after: int | None = None):
         self.replayed: list[str] = []
@@ -41,7 +41,7 @@ class MadeUpBackend:
         self.replayed.append(tag)
         return made_run(arrivals, speed=2.0 if arm.name == "C" else 1.0)
 
-    def most_running(self, arm: Arm) -> int:
+    def max_running(self, arm: Arm) -> int:
         return 4
 
     def facts(self):
@@ -52,7 +52,7 @@ class MadeUpBackend:
 
 
 def made_run(arrivals: Sequence[Arrival], *, speed: float) -> Run:
-    """One request after another; a prompt is one segment and one step."""
+    """Return a run of one request after another, in which a prompt is one segment and one step."""
     free, requests, segments, steps = 0.0, [], [], []
     for number, arrival in enumerate(arrivals):
         begun = max(free, arrival.at)

@@ -1,25 +1,24 @@
-"""What writes runs down, tiny-vl, and a small experiment in simulation from end to end."""
+"""RunRecorder, tiny-vl, and the simulated backend."""
 
 import dataclasses
 import json
 import math
 
 import pytest
-from typer.testing import CliRunner
 
 from checkpoints.reader import faults
 from omni_jax.cost import TableCost
 from omni_jax.inputs import Tokenizer
 from omni_jax.lab.experiment import Arm, parse_experiment, workload
 from omni_jax.lab.model import tiny_vl
-from omni_jax.lab.records import Tape, make_run
+from omni_jax.lab.records import RunRecorder, make_run
 from omni_jax.lab.run import run_experiment
 from omni_jax.lab.simulated import SimulatedBackend
 from omni_jax.memory import BlockPool
 from omni_jax.requests import Request, SamplingParams
 from omni_jax.requests.segment import Segment
 from omni_jax.scheduling import Scheduler, SchedulerConfig, default_buckets
-from serving.cli.main import app
+from tests.command_line import run_command
 from tests.lab.made import EXPERIMENT, experiment
 
 GPU = {"backend": "simulated", "gpu": "a100", "engine": {"max_num_seqs": 16, "max_model_len": 2048}}
@@ -35,7 +34,7 @@ def _own_cache(cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
-def test_tiny_vl_is_a_whole_model_with_a_tokenizer_for_the_workloads_texts():
+def test_tiny_vl_is_complete_and_its_tokenizer_fits_the_workloads():
     directory = tiny_vl()
     assert not faults(directory)
     assert tiny_vl() == directory
@@ -49,8 +48,8 @@ def test_tiny_vl_is_a_whole_model_with_a_tokenizer_for_the_workloads_texts():
     assert 1e6 < (directory / "model.safetensors").stat().st_size / 4 < 5e6
 
 
-def test_the_tape_gives_each_segment_its_steps():
-    """A prompt of 40 tokens in two segments of 24 and 16 under a budget of 16: three steps of prompt."""
+def test_the_recorder_gives_each_segment_its_steps():
+    """A prompt of segments of 24 and 16 tokens takes three steps of 16."""
     pool = BlockPool(32, 8)
     buckets = default_buckets(max_num_seqs=2, max_num_batched_tokens=16)
     scheduler = Scheduler(
@@ -67,25 +66,25 @@ def test_the_tape_gives_each_segment_its_steps():
         arrival=100.5,
         segments=segments,
     )
-    tape, now = Tape(), 101.0
+    recorder, now = RunRecorder(), 101.0
     scheduler.add(request)
     while scheduler.num_live:
         plan = scheduler.plan(now)
-        tape.planned(plan, now)
+        recorder.planned(plan, now)
         now += 1.0  # each step takes a second
         accepted = scheduler.commit(plan, [7 if row.sample else None for row in plan.rows], now)
-        tape.committed(plan, now)
+        recorder.committed(plan, now)
         for one in accepted:
             if one.row.sequence.finish_reason is not None:
-                tape.finished(one.row.sequence, now)
-    run = make_run(tape.requests, tape.steps, tape.asked, start=100.0)
+                recorder.finished(one.row.sequence, now)
+    run = make_run(recorder.records, recorder.steps, recorder.requests, start=100.0)
     (row,) = run.requests
     assert (row.kind, row.arrival, row.prompt_tokens, row.output_tokens) == ("table", 0.5, 40, 3)
     assert (row.scheduled_at, row.first_token_at, row.ended_at) == (1.0, 4.0, 6.0)
     first, second = run.segments
     assert (first.label, first.started_at, first.ended_at, first.steps) == ("text 1", 1.0, 3.0, 2)
     assert (second.label, second.started_at, second.ended_at, second.steps) == ("table 1", 2.0, 4.0, 2)
-    assert (first.seconds, second.seconds) == (1.5, 1.5)  # half of the step that they share
+    assert (first.seconds, second.seconds) == (1.5, 1.5)  # half of the shared step each
     assert (first.deadline, second.deadline) == (None, 7.0)
     found = [(step.step, step.compute, step.segment, step.tokens) for step in run.steps]
     assert found == [
@@ -100,7 +99,7 @@ def test_the_tape_gives_each_segment_its_steps():
 
 
 def test_two_steps_in_flight_do_not_count_twice():
-    """Run-ahead: step 2 is planned while step 1 runs, and begins when that has ended."""
+    """Step 2 is planned while step 1 runs, and begins when step 1 has ended."""
     pool = BlockPool(32, 8)
     buckets = default_buckets(max_num_seqs=2, max_num_batched_tokens=16)
     scheduler = Scheduler(
@@ -109,35 +108,35 @@ def test_two_steps_in_flight_do_not_count_twice():
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     request = Request(id="text-0", prompt_ids=(1,) * 32, params=params)
     scheduler.add(request)
-    tape = Tape()
+    recorder = RunRecorder()
     one = scheduler.plan(0.0)
-    tape.planned(one, 0.0)
+    recorder.planned(one, 0.0)
     two = scheduler.plan(0.25)
-    tape.planned(two, 0.25)
+    recorder.planned(two, 0.25)
     scheduler.commit(one, [None], 1.0)
-    tape.committed(one, 1.0)
+    recorder.committed(one, 1.0)
     scheduler.commit(two, [7], 1.5)
-    tape.committed(two, 1.5)
-    assert [(step.start, step.seconds) for step in tape.steps] == [(0.0, 1.0), (1.0, 0.5)]
+    recorder.committed(two, 1.5)
+    assert [(step.start, step.seconds) for step in recorder.steps] == [(0.0, 1.0), (1.0, 0.5)]
 
 
-def test_an_experiment_in_simulation_from_end_to_end(tmp_path):
-    asked = experiment(**GPU, requests=12, seeds=[1], rates=["90%"])
-    report = run_experiment(asked, tmp_path / "one", quiet=True)
+def test_a_simulated_experiment_is_deterministic(tmp_path):
+    spec = experiment(**GPU, requests=12, seeds=[1], rates=["90%"])
+    report = run_experiment(spec, tmp_path / "one", quiet=True)
     text = report.read_text()
     assert "A simulation" in text
     assert "nothing ran on such a GPU" in text
-    again = run_experiment(asked, tmp_path / "two", quiet=True)
+    again = run_experiment(spec, tmp_path / "two", quiet=True)
     for name in ("requests.csv", "segments.csv", "steps.csv", "summary.csv"):
-        assert (report.parent / name).read_bytes() == (again.parent / name).read_bytes()  # deterministic
+        assert (report.parent / name).read_bytes() == (again.parent / name).read_bytes()
     assert (report.parent / "timeline-usual.png").exists()
 
 
-def test_a_simulated_run_accounts_for_all_tokens():
-    asked = experiment(**GPU)
-    backend = SimulatedBackend(asked)
-    arrivals = workload(asked, "usual", 1, rate=20.0)
-    for arm in asked.arms:
+def test_a_simulated_run_has_all_tokens():
+    spec = experiment(**GPU)
+    backend = SimulatedBackend(spec)
+    arrivals = workload(spec, "usual", 1, rate=20.0)
+    for arm in spec.arms:
         run = backend.replay(arm, arrivals)
         assert [row.id for row in run.requests] == [arrival.id for arrival in arrivals]
         assert all(row.finish_reason == "length" for row in run.requests)
@@ -151,20 +150,20 @@ def test_a_simulated_run_accounts_for_all_tokens():
     assert hybrid == {"text", "image", "table"}
 
 
-def test_the_same_request_alone_is_no_faster_in_company():
-    asked = experiment(**GPU)
-    backend = SimulatedBackend(asked)
-    arrivals = workload(asked, "usual", 1, rate=200.0)
-    together = {row.id: row.ended_at - row.arrival for row in backend.replay(asked.arms[0], arrivals).requests}
+def test_no_request_is_faster_in_company_than_alone():
+    spec = experiment(**GPU)
+    backend = SimulatedBackend(spec)
+    arrivals = workload(spec, "usual", 1, rate=200.0)
+    together = {row.id: row.ended_at - row.arrival for row in backend.replay(spec.arms[0], arrivals).requests}
     for arrival in arrivals[:5]:
-        (alone,) = backend.replay(asked.arms[0], [dataclasses.replace(arrival, at=0.0)]).requests
+        (alone,) = backend.replay(spec.arms[0], [dataclasses.replace(arrival, at=0.0)]).requests
         assert together[arrival.id] >= alone.ended_at - 1e-9
 
 
 def test_measured_step_times_drive_a_simulation(tmp_path):
     table = TableCost({"mixed": [16, 64, 256], "decode": [1, 2, 4, 8, 16], "encode": [256, 512, 1024]})
     (tmp_path / "times.json").write_text(table.to_json())
-    asked = parse_experiment(
+    spec = parse_experiment(
         EXPERIMENT
         | {
             "backend": "simulated",
@@ -173,25 +172,25 @@ def test_measured_step_times_drive_a_simulation(tmp_path):
         },
         base=tmp_path,
     )
-    backend = SimulatedBackend(asked)
-    run = backend.replay(asked.arms[0], workload(asked, "usual", 1, rate=5.0))
+    backend = SimulatedBackend(spec)
+    run = backend.replay(spec.arms[0], workload(spec, "usual", 1, rate=5.0))
     assert len(run.requests) == 24
-    assert backend.most_running(asked.arms[0]) == 4
+    assert backend.max_running(spec.arms[0]) == 4
 
 
 def test_requests_that_can_never_run_are_named():
-    asked = experiment(**GPU | {"engine": {"max_model_len": 64}})
-    backend = SimulatedBackend(asked)
+    spec = experiment(**GPU | {"engine": {"max_model_len": 64}})
+    backend = SimulatedBackend(spec)
     with pytest.raises(ValueError, match=r"can never run.*64"):
-        backend.replay(asked.arms[0], workload(asked, "usual", 1, rate=5.0))
+        backend.replay(spec.arms[0], workload(spec, "usual", 1, rate=5.0))
 
 
-def test_a_model_that_is_not_there():
+def test_a_missing_model_is_named():
     with pytest.raises(FileNotFoundError, match="no model at nowhere"):
         SimulatedBackend(experiment(**GPU, model="nowhere"))
 
 
-def test_the_arm_decides_how_a_replica_is_started():
+def test_the_arm_configures_the_replica():
     backend = SimulatedBackend(experiment(**GPU))
     arm = Arm(name="x", scheduling_policy="slo", aging_seconds=3.0, max_num_batched_tokens=96)
     config, cost, vision = backend._parts(arm)
@@ -201,20 +200,19 @@ def test_the_arm_decides_how_a_replica_is_started():
     assert math.isfinite(cost.prefill_seconds(10, 0))
 
 
-def test_the_command(tmp_path):
+def test_the_ablate_command(tmp_path):
     file = tmp_path / "x.yaml"
     tree = EXPERIMENT | GPU | {"requests": 6, "seeds": [1], "rates": [9]}
     file.write_text(json.dumps(tree))  # JSON is YAML
-    runner = CliRunner()
-    done = runner.invoke(app, ["ablate", str(file), "-o", str(tmp_path / "out"), "--json"])
+    done = run_command("ablate", str(file), "-o", str(tmp_path / "out"), "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1]) == {"report": str(tmp_path / "out" / "report.md")}
     file.write_text(json.dumps(tree | {"requets": 6}))
-    refused = runner.invoke(app, ["ablate", str(file), "-o", str(tmp_path / "out")])
+    refused = run_command("ablate", str(file), "-o", str(tmp_path / "out"))
     assert refused.exit_code == 2
     assert "requests" in refused.output
     file.write_text(json.dumps(tree | {"requests": 7}))
-    assert runner.invoke(app, ["ablate", str(file), "-o", str(tmp_path / "out")]).exit_code == 2
+    assert run_command("ablate", str(file), "-o", str(tmp_path / "out")).exit_code == 2
     file.write_text(json.dumps(tree | {"engine": {"max_model_len": 64}}))
-    never = runner.invoke(app, ["ablate", str(file), "-o", str(tmp_path / "other")])
+    never = run_command("ablate", str(file), "-o", str(tmp_path / "other"))
     assert never.exit_code == 1

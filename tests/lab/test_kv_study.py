@@ -1,5 +1,5 @@
-"""kv-study: texts into windows, plans into settings, an engine's steps into numbers. The engine here is a fake that
-follows the contract: forced tokens come back with logprobs, and plans say what each sequence holds."""
+"""kv-study: windows of texts, plans, measurements and the report. The engine is a fake that returns forced tokens with
+logprobs and plans with the rows that each sequence holds."""
 
 import collections
 import json
@@ -7,13 +7,11 @@ import math
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.lab.figures import NoMatplotlib
 from omni_jax.lab.kv_study import (
-    MOST_RATIO,
+    MAX_RATIO,
     BadText,
     Measured,
     Plan,
@@ -30,14 +28,15 @@ from omni_jax.requests import Delta, InvalidRequest, Request, Sequence, TokenLog
 from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.telemetry.recorder import Recorder
 from serving.cli import kv_study as kv_study_cli
+from tests.command_line import run_command
 from tests.serving.fake_engine import FakeInfo, make_tokenizer
 
 OFF = Plan(name="off", options={})
 
 
 class StudyEngine:
-    """Computes a step of everybody at a time. The logprob of output i of window w is -(w + i / 100); `drop` rows leave
-    the cache with each decode step from the third on."""
+    """Engine that runs all sequences in each step. The logprob of output i of window w is -(w + i / 100); each decode
+    step from the third on drops `drop` rows."""
 
     def __init__(self, *, drop: int = 0, **info):
         # A block is 16 rows of 4 bytes.
@@ -46,8 +45,8 @@ class StudyEngine:
         object.__setattr__(self.info, "dtype", "float32")
         self.recorder, self.drop = Recorder(), drop
         self.running: dict[str, Sequence] = {}
-        self.most_running = 0
-        self.asked: list[Request] = []
+        self.max_running = 0
+        self.requests: list[Request] = []
 
     def close(self):
         self.closed = True
@@ -57,11 +56,11 @@ class StudyEngine:
             raise InvalidRequest("too long")
 
     def add(self, request):
-        self.asked.append(request)
+        self.requests.append(request)
         self.running[request.id] = Sequence(
             request=request, index=0, order=(0, 0), max_output=len(request.forced_ids), known=list(request.prompt_ids)
         )
-        self.most_running = max(self.most_running, len(self.running))
+        self.max_running = max(self.max_running, len(self.running))
 
     def step(self):
         deltas, rows = [], []
@@ -150,8 +149,8 @@ def test_plans(text, options):
 
 
 @pytest.mark.parametrize("text", ["on", "", "int4", "off+int4", "int8+int8", "+int8", "fixed", "fixed-", "off-0.4"])
-def test_an_unknown_plan_is_told_with_those_there_are(text):
-    with pytest.raises(ValueError, match=r"no plan .*plans are off, adaptive"):
+def test_an_unknown_plan_is_refused_with_the_valid_ones(text):
+    with pytest.raises(ValueError, match=r"unknown plan .*expected off, adaptive"):
         parse_plan(text)
 
 
@@ -161,8 +160,8 @@ def test_a_ratio_out_of_range_is_refused(text):
         parse_plan(text)
 
 
-def test_a_fixed_ratio_is_its_cap():
-    assert {full_ratio(step, 256) for step in range(257)} == {MOST_RATIO}
+def test_the_controller_of_a_fixed_ratio_always_reaches_the_cap():
+    assert {full_ratio(step, 256) for step in range(257)} == {MAX_RATIO}
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -177,14 +176,12 @@ def test_windows_follow_one_another_in_the_text():
     assert [token for w in found for token in (*w.prompt_ids, *w.forced_ids)] == ids[:36]
 
 
-def test_a_text_too_short_is_refused_with_both_numbers():
-    with pytest.raises(
-        BadText, match=r"the text has \d+ tokens, and 50 windows of 769 take 38,450.* at most 0 windows"
-    ):
+def test_a_short_text_is_refused_with_both_numbers():
+    with pytest.raises(BadText, match=r"the text has \d+ tokens, but 50 windows of 769 need 38,450.* at most 0"):
         cut_windows(iter(["short"]), make_tokenizer(), windows=50, prompt_tokens=512, steps=256)
 
 
-def test_no_more_text_is_read_than_is_needed():
+def test_texts_are_read_only_as_far_as_needed():
     def texts():
         yield "a b c d e f g h " * 20
         raise AssertionError("one text was enough")
@@ -218,8 +215,8 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def test_each_decode_step_has_its_logprob_and_its_rows():
-    """The prompt's own prediction is left out. The step at index i computes output i and leads to output i + 1."""
+def test_each_decode_step_has_a_logprob_and_rows():
+    """The first output token is left out. The step at index i computes output i and predicts output i + 1."""
     found = measure(StudyEngine(), OFF, windows())
     assert found.nll == pytest.approx(np.array([[w + i / 100 for i in range(1, 6)] for w in range(3)]))
     assert found.rows.tolist() == [[21, 22, 23, 24, 25]] * 3
@@ -233,12 +230,12 @@ def test_dropped_rows_are_not_held():
     assert found.blocks.tolist() == [[2, 2, 2, 1, 1]] * 3
 
 
-def test_requests_ask_for_forced_tokens_and_their_logprobs():
+def test_requests_have_forced_tokens_and_logprobs():
     engine = StudyEngine()
     measure(engine, OFF, windows())
-    for asked, window in zip(engine.asked, windows(), strict=True):
-        assert (asked.prompt_ids, asked.forced_ids) == (window.prompt_ids, window.forced_ids)
-        params = asked.params
+    for request, window in zip(engine.requests, windows(), strict=True):
+        assert (request.prompt_ids, request.forced_ids) == (window.prompt_ids, window.forced_ids)
+        params = request.params
         assert params.greedy
         assert params.ignore_eos
         assert params.logprobs == 0
@@ -246,19 +243,19 @@ def test_requests_ask_for_forced_tokens_and_their_logprobs():
         assert params.max_tokens == len(window.forced_ids)
 
 
-def test_never_more_at_once_than_the_cache_holds_whole():
-    engine = StudyEngine(num_blocks=8, kv_cache_bytes=8 * 64)  # a window of 26 rows takes 2 blocks, and one in advance
+def test_only_windows_that_fit_the_cache_run_at_once():
+    engine = StudyEngine(num_blocks=8, kv_cache_bytes=8 * 64)  # a window of 26 rows takes 2 blocks and one in advance
     measure(engine, OFF, windows(count=7))
-    assert engine.most_running == 2
+    assert engine.max_running == 2
 
 
 def test_progress_counts_windows_that_ended():
-    told = []
-    measure(StudyEngine(max_num_seqs=2), OFF, windows(), done=lambda done, of: told.append((done, of)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    counts = []
+    measure(StudyEngine(max_num_seqs=2), OFF, windows(), done=lambda done, of: counts.append((done, of)))
+    assert counts == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_an_engine_that_loses_a_logprob_is_not_believed():
+def test_a_missing_logprob_is_an_error():
     class Silent(StudyEngine):
         def step(self):
             return [
@@ -266,18 +263,18 @@ def test_an_engine_that_loses_a_logprob_is_not_believed():
                 for delta in super().step()
             ]
 
-    with pytest.raises(RuntimeError, match="6 logprobs for all windows but 1"):
+    with pytest.raises(RuntimeError, match="1 windows lack some of their 6 logprobs"):
         measure(Silent(), OFF, windows())
 
 
-def test_an_engine_that_recomputes_is_not_believed():
+def test_a_recomputed_decode_step_is_an_error():
     class Preempting(StudyEngine):
         def _row(self, sequence, start, count):
             if start == 22:
                 start, count = 0, 23
             return super()._row(sequence, start, count)
 
-    with pytest.raises(RuntimeError, match="3 of 15 decode steps were not seen"):
+    with pytest.raises(RuntimeError, match="3 of 15 decode steps were not recorded"):
         measure(Preempting(), OFF, windows())
 
 
@@ -307,13 +304,13 @@ def test_each_plan_has_an_engine_with_its_own_settings(tmp_path):
     assert all(engine.closed for engine in engines)
 
 
-def test_a_plan_that_is_refused_is_named_before_anything_runs(tmp_path):
+def test_a_refused_plan_is_named_before_any_plan_runs(tmp_path):
     plans = [OFF, Plan(name="odd", options={"block_size": 3})]
     with pytest.raises(ValueError, match="plan odd: block_size must be a power of two"):
         study(plans, windows(), {"model_dir": tmp_path}, make=pytest.fail, measured=pytest.fail)
 
 
-def test_a_model_without_the_feature_is_named(tmp_path):
+def test_a_plan_that_the_model_cannot_run_is_named(tmp_path):
     def make(config):
         raise ValueError("this model keeps no keys that could be dropped")
 
@@ -324,7 +321,7 @@ def test_a_model_without_the_feature_is_named(tmp_path):
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
-def test_lines_by_hand():
+def test_lines_equal_results_worked_out_by_hand():
     base = made("off", [[2.0, 4.0], [1.0, 1.0]], [[10, 10], [10, 10]])
     half = made("half", [[2.2, 4.4], [1.1, 1.1]], [[10, 5], [5, 4]], blocks=[[10, 10], [8, 4]])
     int8 = made("int8", base.nll, base.rows, block_bytes=17)
@@ -342,8 +339,7 @@ def test_lines_by_hand():
 
 
 def test_the_interval_is_over_windows():
-    """The oracle is the normal interval of the mean of 2,000 windows, each of which changes by its own factor, the same
-    in all of its steps."""
+    """Oracle: the normal interval of the mean of 2,000 windows, each of which changes by one factor in all steps."""
     factors = np.random.default_rng(0).uniform(1.0, 1.1, (2000, 1))
     base = made("off", np.ones((2000, 4)), np.ones((2000, 4)))
     worse = made("worse", base.nll * factors, base.rows)
@@ -369,7 +365,7 @@ def results_of_two():
     ]
 
 
-def test_files(tmp_path):
+def test_all_files_are_written(tmp_path):
     report = write_results(tmp_path, results_of_two(), FACTS)
     text = report.read_text()
     assert "| half | " in text
@@ -377,7 +373,7 @@ def test_files(tmp_path):
     assert "kv-study.png" in text
     assert (tmp_path / "kv-study.png").read_bytes().startswith(b"\x89PNG")
     assert "**Only 4 windows:**" in text
-    assert "Not finished" not in text
+    assert "Incomplete" not in text
     plans = json.loads((tmp_path / "study.json").read_text())["plans"]
     assert [plan["plan"] for plan in plans] == ["off", "half"]
     assert len(plans[0]["nll_by_step"]) == 40
@@ -385,12 +381,12 @@ def test_files(tmp_path):
     assert plans[1]["rows_by_step"][-1] == 39
 
 
-def test_an_unfinished_study_says_so(tmp_path):
+def test_a_report_names_missing_plans(tmp_path):
     report = write_results(tmp_path, results_of_two()[:1], FACTS)
-    assert "**Not finished:** half have not run" in report.read_text()
+    assert "**Incomplete:** half have not run" in report.read_text()
 
 
-def test_without_matplotlib_there_is_a_report(tmp_path, monkeypatch, caplog):
+def test_without_matplotlib_the_report_is_written(tmp_path, monkeypatch, caplog):
     def missing(*_, **__):
         raise NoMatplotlib('figures need matplotlib: pip install "omni-jax[lab]"')
 
@@ -411,8 +407,8 @@ def test_the_table_has_a_row_for_each_plan():
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """Runs `kv-study MODEL -i text.jsonl -o out` with more arguments. Engines are fakes; `command.made` has the
-    settings of each."""
+    """Runs `kv-study MODEL -i text.jsonl -o out` with further arguments and fake engines. `command.made` lists the
+    settings of the engines."""
     configs = []
 
     def make(config, progress=None):
@@ -425,20 +421,16 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr(kv_study_cli, "log_to_stderr", lambda level: None)
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "To be, or not to be, that is the question. " * 30}) + "\n")
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    kv_study_cli.add_kv_study(app)
     small = ["--windows", "3", "--prompt-tokens", "20", "--decode-steps", "5"]
 
     def run(*arguments):
-        paths = ["kv-study", str(tmp_path), "-i", str(text), "-o", str(tmp_path / "out")]
-        return CliRunner().invoke(app, [*paths, *small, *arguments])
+        return run_command("kv-study", tmp_path, "-i", text, "-o", tmp_path / "out", *small, *arguments)
 
-    return collections.namedtuple("Command", "run made out text app")(run, configs, tmp_path / "out", text, app)
+    return collections.namedtuple("Command", "run made out text")(run, configs, tmp_path / "out", text)
 
 
-def said(result):
-    """What went to standard error, on one line and without the frame."""
+def stderr_of(result):
+    """Return standard error on one line, without the frame."""
     return " ".join(result.stderr.replace("│", " ").split())
 
 
@@ -456,26 +448,26 @@ def test_the_command_as_json(command):
     assert json.loads(result.stdout) == {"report": str(command.out / "report.md"), "plans": {"off": 0.0}}
 
 
-def test_a_study_is_not_replaced_unasked(command):
+def test_a_study_is_replaced_only_with_overwrite(command):
     assert command.run("--plan", "off").exit_code == 0
     again = command.run("--plan", "off")
     assert again.exit_code == 2
-    assert "has a study" in said(again)
+    assert "has a study" in stderr_of(again)
     assert command.run("--plan", "off", "--overwrite").exit_code == 0
 
 
 def test_usage_errors_of_the_command(command):
     unknown = command.run("--plan", "int4")
     assert unknown.exit_code == 2
-    assert "there is no plan 'int4'" in said(unknown)
+    assert "unknown plan 'int4'" in stderr_of(unknown)
     assert command.run("--windows", "1").exit_code == 2
     short = command.run("--windows", "50", "--prompt-tokens", "512")
     assert short.exit_code == 1
-    assert "give more text" in said(short)
+    assert "give more text" in stderr_of(short)
     assert not command.made
     assert not command.out.exists()
 
 
 def test_help_has_an_example(command):
-    result = CliRunner().invoke(command.app, ["kv-study", "--help"], env={"COLUMNS": "200"})
+    result = run_command("kv-study", "--help", env={"COLUMNS": "200"})
     assert "omni-jax kv-study ~/models/SmolLM2-135M-Instruct -i text.jsonl" in result.output

@@ -1,4 +1,4 @@
-"""Runs on the real engine, over a tiny compiled model."""
+"""The real backend, with a tiny compiled model."""
 
 import dataclasses
 
@@ -26,9 +26,9 @@ def backend():
         )
 
 
-def test_a_run_accounts_for_everything(backend):
-    asked, (arm,) = backend._experiment, backend._experiment.arms
-    arrivals = workload(asked, "usual", 1, rate=100.0)
+def test_a_run_has_all_requests_segments_and_tokens(backend):
+    spec, (arm,) = backend._experiment, backend._experiment.arms
+    arrivals = workload(spec, "usual", 1, rate=100.0)
     ended = []
     run = backend.replay(arm, arrivals, tag="one", done=lambda: ended.append(1))
     assert len(ended) == 12
@@ -51,7 +51,7 @@ def test_a_run_accounts_for_everything(backend):
         assert_idle(engine)
 
 
-def test_runs_share_no_images(backend):
+def test_runs_with_different_tags_share_no_image_features(backend):
     (arm,) = backend._experiment.arms
     arrivals = [a for a in workload(backend._experiment, "usual", 1, rate=100.0) if a.kind == "image"]
 
@@ -62,10 +62,10 @@ def test_runs_share_no_images(backend):
     first = encoded("one")
     assert first > 0
     assert encoded("two") == first
-    assert encoded("two") == 0  # only the same run again finds them
+    assert encoded("two") == 0  # the same tag finds them
 
 
-def test_a_request_that_can_never_run_is_named_before_anything_runs(backend):
+def test_a_request_that_can_never_run_is_named_before_the_run(backend):
     (arm,) = backend._experiment.arms
     one, *others = workload(backend._experiment, "usual", 1, rate=100.0)
     long = dataclasses.replace(one, text_tokens=2000)

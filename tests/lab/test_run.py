@@ -1,4 +1,4 @@
-"""Carrying out an experiment: what is written, what is skipped, what is refused."""
+"""Running an experiment: which files are written, which cells run, which results are refused."""
 
 import csv
 import dataclasses
@@ -19,7 +19,7 @@ from tests.lab.made import MadeUpBackend, experiment, made_run
 
 @pytest.fixture(autouse=True)
 def _no_figures(monkeypatch):
-    """They take longer than all the rest."""
+    """Figures take longer than everything else."""
     monkeypatch.setattr("omni_jax.lab.run.write_figures", lambda *_: {})
 
 
@@ -38,7 +38,7 @@ def table(path):
         return list(csv.DictReader(file))
 
 
-def test_everything_is_written(tmp_path, monkeypatch):
+def test_all_files_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr("omni_jax.lab.run.write_figures", figures.write_figures)
     report, backend = run(tmp_path)
     assert len(cells_of(backend)) == 8
@@ -82,8 +82,8 @@ def test_columns_and_rows_of_the_tables(tmp_path):
     assert len(table(tmp_path / "steps.csv")) == 8 * 48
 
 
-def test_arms_are_paired_request_by_request(tmp_path):
-    """Under C every request takes half its time: alone it would be half of A's, and queues only shorten."""
+def test_arms_are_compared_request_by_request(tmp_path):
+    """Each request takes half as long under C, so with shorter queues its latency is at most half of A's."""
     run(tmp_path)
     lines = {
         (row["arm"], row["rate"], row["kind"], row["metric"], row["statistic"]): row
@@ -100,11 +100,11 @@ def test_arms_are_paired_request_by_request(tmp_path):
     assert lines["A", "3", "all", "latency_ms", "mean"]["difference"] == ""  # the baseline
 
 
-def test_the_report_reads_as_it_stands(tmp_path):
+def test_the_report_has_every_part_and_whole_tables(tmp_path):
     text = run(tmp_path)[0].read_text()
     assert text.startswith("# Made up\n\nFor a test.\n")
-    assert "## In short" in text
-    assert re.search(r"\| C \| usual \| 3 \| \*\*-[5-9]\d\.", text)  # at most half, and more than chance
+    assert "## Summary" in text
+    assert re.search(r"\| C \| usual \| 3 \| \*\*-[5-9]\d\.", text)  # at most half, and significant
     assert "| A (baseline) | request | fcfs | yes |" in text
     assert "Capacity of the baseline" in text
     assert "| text | 0 | 200 | - | - |" in text
@@ -112,11 +112,11 @@ def test_the_report_reads_as_it_stands(tmp_path):
     assert not re.search(r"\bnan\b|\binf\b|\d[eE][+-]?\d", text)
     for block in text.split("\n\n"):
         if block.startswith("|"):
-            assert len({line.count("|") for line in block.splitlines()}) == 1  # a whole table
-    assert "Not finished" not in text
+            assert len({line.count("|") for line in block.splitlines()}) == 1  # as many cells in every line
+    assert "Incomplete" not in text
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+def test_an_interrupted_run_is_resumed(tmp_path):
     whole = tmp_path / "whole"
     run(whole)
     parts = tmp_path / "parts"
@@ -129,12 +129,12 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     assert "3 cells have not run" in write_results(experiment(), parts).read_text()
     _, second = run(parts)
     assert len(cells_of(second)) == 3
-    assert second.replayed == cells_of(second)  # neither capacity nor requests alone again
+    assert second.replayed == cells_of(second)  # capacity and idle latencies are not measured again
     for name in ("requests.csv", "segments.csv", "steps.csv", "summary.csv", "report.md"):
         assert (parts / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_what_is_done_is_not_run_again(tmp_path):
+def test_finished_cells_are_not_run_again(tmp_path):
     run(tmp_path)
     _, second = run(tmp_path)
     assert second.replayed == []
@@ -153,28 +153,28 @@ def test_arms_seeds_rates_and_mixes_may_be_added(tmp_path):
 
 def test_results_of_other_settings_are_refused_or_overwritten(tmp_path):
     run(tmp_path)
-    with pytest.raises(OtherSettings, match=r"engine\.max_num_seqs was None and is 3 now"):
+    with pytest.raises(OtherSettings, match=r"engine\.max_num_seqs was None and is now 3"):
         run(tmp_path, engine={"max_num_seqs": 3})
-    with pytest.raises(OtherSettings, match="requests was 24 and is 12 now"):
+    with pytest.raises(OtherSettings, match="requests was 24 and is now 12"):
         run(tmp_path, requests=12)
-    with pytest.raises(OtherSettings, match="call the mix something else"):
+    with pytest.raises(OtherSettings, match="rename the mix"):
         run(tmp_path, mixes={"usual": {}})
     _, again = run(tmp_path, requests=12, overwrite=True)
     assert len(cells_of(again)) == 8
 
 
-def test_words_may_change_without_a_run(tmp_path):
+def test_descriptions_may_change_without_a_run(tmp_path):
     run(tmp_path)
     report, second = run(tmp_path, about="Better words.")
     assert second.replayed == []
     assert "Better words." in report.read_text()
 
 
-def test_a_cell_that_is_not_whole_is_named(tmp_path):
+def test_a_damaged_cell_is_named(tmp_path):
     run(tmp_path)
     path = next((tmp_path / "cells").iterdir())
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match=rf"{path.name} is not whole"):
+    with pytest.raises(ValueError, match=rf"{path.name} is damaged"):
         run(tmp_path)
 
 
@@ -184,11 +184,11 @@ def test_a_cell_of_another_version_is_named(tmp_path):
     content = json.loads(gzip.decompress(path.read_bytes()))
     content["requests"]["columns"][0] = "name"
     path.write_bytes(gzip.compress(json.dumps(content).encode()))
-    with pytest.raises(ValueError, match="another version of the laboratory"):
+    with pytest.raises(ValueError, match="another version of omni-jax"):
         read_run(path)
 
 
-def test_without_matplotlib_there_is_a_report(tmp_path, monkeypatch, caplog):
+def test_without_matplotlib_the_report_is_written(tmp_path, monkeypatch, caplog):
     def missing(*_, **__):
         raise figures.NoMatplotlib('figures need matplotlib: pip install "omni-jax[lab]"')
 
@@ -200,8 +200,8 @@ def test_without_matplotlib_there_is_a_report(tmp_path, monkeypatch, caplog):
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_capacity_leaves_out_the_beginning_and_the_end():
-    """Ten a second once it runs, after a slow start and before a slow end."""
+def test_capacity_leaves_out_the_first_and_last_completions():
+    """Ten completions per second between a slow start and a slow end."""
     backend_run = made_run([], speed=1.0)
     assert backend_run == Run(requests=(), segments=(), steps=(), busy_seconds=0)
     template = made_run([*_arrivals(1)], speed=1.0).requests[0]

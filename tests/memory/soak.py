@@ -1,7 +1,7 @@
-"""Somebody who plays with a block pool as the engine does, and checks that nothing leaks, nothing is freed twice, and
-nothing is found that is not there: `python -m tests.memory.soak --calls 10000000`.
+"""Random calls of a block pool, checked for leaks, double frees and stale or missed hits:
+`python -m tests.memory.soak --calls 10000000`.
 
-A digest is the path from the root here, a letter a block, so that one sees what a block holds and what its parent is.
+Here a digest is the path from the root, one letter per block, so that it shows a block's content and parent.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from omni_jax.memory import BlockPool
 from omni_jax.memory.recycling import HALF_LIFE_SECONDS, PIN_SECONDS, PINNED_BLOCKS, POLICIES
 
 MODALITIES = ("text", "text", "image", "video", "table")
-ROUND = 20_000  # calls, before all is given back
-AUDIT = 1000  # calls from one thorough check to the next
-ORDER = 50  # allocations from one check of the order of eviction to the next
+CALLS_PER_ROUND = 20_000  # calls before all blocks are freed
+CALLS_PER_AUDIT = 1000  # calls between thorough checks
+MOVES_PER_ORDER_CHECK = 50  # moves between checks of the eviction order
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Chain:
-    """What a sequence holds: the block that path[i] leads to, for each i, and perhaps blocks that nobody registers."""
+    """The blocks of a sequence: block i holds path[: i + 1]; `own` are blocks that are never registered."""
 
     path: bytes
     blocks: list[int]
@@ -32,18 +32,19 @@ class Chain:
 
 
 class Player:
-    """Holders of chains, who are careful if they hold every registered block together with its parent.
+    """Chains that hold blocks of a pool, and a plain model of the pool.
 
     Attributes:
-        content: what the device would have in each block.
-        used: when each registered block was given back.
-        calls: of the pool's methods, by name.
-        hits, evicted: blocks found, and blocks that were given up.
+        holds_parents: Whether the holder of a registered block always holds its parent too.
+        content: What the device would hold in each block.
+        used: Times at which each registered block was freed.
+        calls: Number of calls of each method of the pool.
+        hits, evicted: Number of blocks found, and of blocks evicted.
     """
 
-    def __init__(self, num_blocks: int, *, policy: str = "by_modality", careful: bool = True):
+    def __init__(self, num_blocks: int, *, policy: str = "by_modality", holds_parents: bool = True):
         self.pool = BlockPool(num_blocks, 16, recycling=POLICIES[policy])
-        self.policy, self.careful = policy, careful
+        self.policy, self.holds_parents = policy, holds_parents
         self.chains: list[Chain] = []
         self.content: list[bytes | None] = [None] * num_blocks
         self.used: dict[int, list[float]] = {}
@@ -54,7 +55,7 @@ class Player:
     # -- moves --------------------------------------------------------------------------------------------------------
 
     def start(self, path: bytes, *, check_order: bool = True) -> None:
-        """Somebody wants all of a path, takes what is there and computes the rest."""
+        """Start a chain of a path: share the cached blocks and allocate the rest."""
         digests = [path[: i + 1] for i in range(len(path))]
         found = self.pool.find(digests)
         assert [self.content[block] for block in found] == digests[: len(found)], "a stale hit"
@@ -71,7 +72,7 @@ class Player:
         self.chains.append(Chain(path=path, blocks=found + taken, registered=len(found)))
 
     def register(self, chain: Chain) -> None:
-        """What was computed can be found. The careful stop where somebody else's block can be found already."""
+        """Register a chain's blocks. With `holds_parents`, stop at a block whose digest another block has."""
         for i in range(chain.registered, len(chain.path)):
             block, path = chain.blocks[i], chain.path
             done = self.pool.register(
@@ -85,11 +86,11 @@ class Player:
             if done:
                 self.used.setdefault(block, [])
                 chain.registered = i + 1
-            elif self.careful:
+            elif self.holds_parents:
                 return
 
     def grow(self, chain: Chain, count: int, *, check_order: bool = True) -> None:
-        """Blocks with something of one's own in them."""
+        """Allocate blocks that are never registered."""
         taken = self.allocate(count, check_order)
         for block in taken or ():
             self.content[block] = None
@@ -101,7 +102,7 @@ class Player:
         self.chains.append(Chain(path=chain.path, blocks=list(chain.blocks), registered=chain.registered))
 
     def cut(self, chain: Chain, keep: int) -> None:
-        """Takes the end from a chain, from the last block on."""
+        """Free the blocks after the first `keep`, the last one first."""
         lost = chain.blocks[keep:] + chain.own
         chain.own = []
         del chain.blocks[keep:]
@@ -143,14 +144,14 @@ class Player:
         self.pool.free(reversed(blocks))
         self.calls["free"] += 1
 
-    # -- what must hold -----------------------------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------------------------
 
     def value(self, block: int) -> float:
-        """A block's value by the definition of its policy, from the times at which it was used."""
+        """A block's value by the definition of its policy, from the times of its uses."""
         times, path = self.used[block], self.content[block]
         if self.policy == "lru" or MODALITIES[path[-1] % len(MODALITIES)] in ("image", "video"):
             return times[-1]
-        # Counted from the last use on: the times themselves are beyond what 2 ** t can hold.
+        # Times are relative to the last use, because 2 ** t of the times themselves overflows.
         count = sum(2.0 ** ((t - times[-1]) / HALF_LIFE_SECONDS) for t in times)
         lfu = times[-1] + HALF_LIFE_SECONDS * math.log2(count)
         table = MODALITIES[path[-1] % len(MODALITIES)] == "table"
@@ -158,14 +159,14 @@ class Player:
         return lfu + PIN_SECONDS * pinned
 
     def check_order(self, evicted: set[int], idle: dict[int, float], parents: dict[int, bytes]) -> None:
-        """Of `idle` blocks, those given up were leaves and of least value, one after the other."""
+        """Check that each evicted block was the leaf with the smallest value among the idle blocks."""
         while evicted:
             children = collections.Counter(parents[b] for b in self.used if b in parents)
             children.update(self.content[b][:-1] for b in self.used if b not in parents)
             leaves = [b for b in idle if not children[self.content[b]]]
             first = min((b for b in leaves if b in evicted), key=idle.__getitem__, default=None)
-            assert first is not None, "what was given up was no leaf"
-            assert idle[first] <= min(idle[b] for b in leaves) + 1e-6, "a more valuable block was given up"
+            assert first is not None, "an evicted block was no leaf"
+            assert idle[first] <= min(idle[b] for b in leaves) + 1e-6, "a more valuable block was evicted"
             evicted.remove(first)
             parents[first] = b"gone"
             del idle[first]
@@ -188,13 +189,13 @@ class Player:
             children[digest[:-1]] += 1
             if held[cached.block]:
                 kept.update(digest[:i] for i in range(1, len(digest) + 1))
-                assert not self.careful or cached.parent is None or held[cached.parent.block], "no parent"
+                assert not self.holds_parents or cached.parent is None or held[cached.parent.block], "parent not held"
         assert all(cached.children == children[digest] for digest, cached in found.items())
         idle = {cached.block for digest, cached in found.items() if digest not in kept}
         used = held.keys() | {found[digest].block for digest in kept}
         free = set(pool._free)
         assert len(free) == len(pool._free), "a block is free twice"
-        assert sorted([*free, *idle, *used]) == list(range(1, pool.num_blocks)), "a block leaked, or is two things"
+        assert sorted([*free, *idle, *used]) == list(range(1, pool.num_blocks)), "a block leaked, or is in two states"
         assert (pool.num_free, pool.num_idle, pool.num_used) == (len(free) + len(idle), len(idle), len(used))
         leaves = {cached.block for digest, cached in found.items() if cached.block in idle and not children[digest]}
         entries = [*pool._leaves._new, *pool._leaves._heap]
@@ -217,17 +218,17 @@ class Player:
 
 
 def play(player: Player, rng: random.Random, calls: int) -> None:
-    """So many calls of the pool at least, and those that it takes to give all back."""
-    crowd, depth, letters = rng.randint(1, 12), rng.randint(1, 12), rng.randint(1, 6)
+    """Make random calls of the pool, at least `calls`, then free all blocks."""
+    max_chains, depth, letters = rng.randint(1, 12), rng.randint(1, 12), rng.randint(1, 6)
     paths = [bytes(rng.randrange(256) for _ in range(rng.randint(1, depth))) for _ in range(4)]
     limit, audited, moves = player.calls.total() + calls, 0, 0
     while player.calls.total() < limit:
         moves += 1
         player.pool.now += rng.choice((0.0, 1.0, 1.0, 300.0))
-        check_order, move = not moves % ORDER, rng.random()
+        check_order, move = not moves % MOVES_PER_ORDER_CHECK, rng.random()
         if move < 0.0005:
             player.clear()
-        elif move < 0.3 and len(player.chains) < crowd:
+        elif move < 0.3 and len(player.chains) < max_chains:
             shared = rng.choice(paths)[: rng.randint(0, depth)]
             path = shared + bytes(rng.randrange(letters) for _ in range(rng.randint(1, 4)))
             paths[rng.randrange(4)] = path
@@ -244,7 +245,7 @@ def play(player: Player, rng: random.Random, calls: int) -> None:
                 player.cut(chain, rng.randrange(len(chain.blocks)))
             else:
                 player.finish(chain)
-        if player.calls.total() >= audited + AUDIT:
+        if player.calls.total() >= audited + CALLS_PER_AUDIT:
             audited = player.calls.total()
             player.audit()
     player.drain()
@@ -252,24 +253,25 @@ def play(player: Player, rng: random.Random, calls: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What happened, over all rounds."""
+    """Counts over all rounds."""
 
     calls: collections.Counter[str]
     hits: int
     evicted: int
 
 
-def soak(calls: int, seed: int, *, say=lambda calls: None) -> Report:
-    """So many calls of pools at least, in rounds of random sizes."""
+def soak(calls: int, seed: int, *, progress=lambda calls: None) -> Report:
+    """Make at least `calls` random calls, in rounds with pools of random sizes."""
     rng, total = random.Random(seed), collections.Counter()
     hits = evicted = 0
     while total.total() < calls:
-        careful = rng.random() < 0.8
-        player = Player(rng.choice((2, 9, 33, 129, 1025)), policy=rng.choice(list(POLICIES)), careful=careful)
-        play(player, rng, min(ROUND, calls - total.total()))
+        holds_parents = rng.random() < 0.8
+        size, policy = rng.choice((2, 9, 33, 129, 1025)), rng.choice(list(POLICIES))
+        player = Player(size, policy=policy, holds_parents=holds_parents)
+        play(player, rng, min(CALLS_PER_ROUND, calls - total.total()))
         total.update(player.calls)
         hits, evicted = hits + player.hits, evicted + player.evicted
-        say(total.total())
+        progress(total.total())
     return Report(calls=total, hits=hits, evicted=evicted)
 
 
@@ -280,12 +282,12 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
 
-    def say(calls: int) -> None:
+    def progress(calls: int) -> None:
         rate = calls / (time.monotonic() - began)
-        sys.stdout.write(f"\r{calls:,} of {arguments.calls:,} calls, {rate:,.0f} a second")
+        sys.stdout.write(f"\r{calls:,} of {arguments.calls:,} calls, {rate:,.0f} per second")
         sys.stdout.flush()
 
-    sys.stdout.write(f"\n{soak(arguments.calls, arguments.seed, say=say)}\n")
+    sys.stdout.write(f"\n{soak(arguments.calls, arguments.seed, progress=progress)}\n")
 
 
 if __name__ == "__main__":

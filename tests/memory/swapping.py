@@ -1,4 +1,4 @@
-"""What the tests of the host tier share: copies and moves that are held at events, a tier, ways to damage files."""
+"""Helpers of the host tier's tests: copies and functions that wait at events, a tier, damaged files, full disks."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from omni_jax.memory.host_tier import HostTier
 
 BLOCK_BYTES = 1000
 HEADER = host_files.HEADER_BYTES
-GATES: list[threading.Event] = []  # all are opened when a test ends, so that one that fails doesn't hang
+GATES: list[threading.Event] = []  # opened when a test ends, so that a failing test does not hang
 
 
 def gate():
@@ -21,7 +21,7 @@ def gate():
 
 
 class Copy:
-    """Blocks that arrive when the test says so."""
+    """A copy whose `read` waits until the test opens its gate."""
 
     def __init__(self, data, *, held=False, error=None):
         self.data, self.error, self.gate = data, error, gate()
@@ -38,7 +38,7 @@ class Copy:
 
 
 class Held:
-    """A function whose callers wait at the door."""
+    """A function whose calls wait until the test opens its gate."""
 
     def __init__(self, function):
         self.function, self.begun, self.gate = function, threading.Event(), gate()
@@ -80,7 +80,7 @@ def store(to, data, name, **options):
 
 
 def on_disk(to, data, name="on disk"):
-    """A parcel that has gone to disk, because another one needs its place; and that other one."""
+    """A parcel on disk, and the parcel that took its place in memory."""
     parcel = store(to, data, name)
     size = to.stats().host_capacity // BLOCK_BYTES
     other = store(to, blocks(size, 99), "other")
@@ -101,7 +101,7 @@ def flip(path):
 FAULTS = {
     "checksum": flip,
     "ends early": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "within the header": lambda path: os.truncate(path, 10),
+    "inside the header": lambda path: os.truncate(path, 10),
     "goes on after": lambda path: path.write_bytes(path.read_bytes() + b"x"),
     "another magic": lambda path: path.write_bytes(b"x" * path.stat().st_size),
     "No such file": lambda path: path.unlink(),
@@ -109,14 +109,14 @@ FAULTS = {
 
 
 def full_disk(monkeypatch):
-    """Files go to the device that is always full: a real ENOSPC, for root too."""
+    """Write files to /dev/full: a real ENOSPC, also for root."""
     monkeypatch.setattr(
         host_files, "open", lambda *_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"), raising=False
     )
 
 
 def full_at_last(monkeypatch):
-    """A disk that tells only after the last byte that it is full."""
+    """A disk that reports only after the last byte that it is full."""
 
     def fsync(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""What the pool is used for, counted by hand; and leaks that are found."""
+"""Block pool usage, compared with counts by hand, and leaks that must be detected."""
 
 import numpy as np
 import pytest
@@ -50,19 +50,19 @@ def test_blocks_and_slots_are_counted():
     pool.share(mine[:2])
     media, segments = [image_span(5, 4), image_span(9, 2, "video")], [Segment(start=11, stop=14, modality="table")]
     first = sequence(mine, 18, media=media, segments=segments)
-    # The first two blocks once more, and 5 of 8 slots of two others.
+    # Shares the first two blocks, and fills 5 of 8 slots of two others.
     second = sequence([*mine[:2], *more], 13, name="s", media=media, segments=segments)
     usage = pool_usage(pool, [first, second])
     assert (usage.total, usage.free, usage.cached, usage.active) == (19, 9, 3, 7)
     assert (usage.shared, usage.peak_active) == (2, 7)
-    # First: 5 of text, 4 of the image, 2 of video, 3 of the table, 4 of text behind it. Second, from token 8 on: one
-    # of the image, two of video, two of the table.
+    # First: 5 of text, 4 of the image, 2 of video, 3 of the table, 4 of text after it. Second, from token 8 on: 1 of
+    # the image, 2 of video, 2 of the table.
     assert usage.active_slots == slots(text=9, image=5, video=4, table=5)
     assert usage.unfilled_slots == 7 * 4 - 18 - 5
     check_leaks(pool, [first, second])
 
 
-def test_what_compression_dropped_is_not_there():
+def test_dropped_rows_are_not_counted():
     pool = BlockPool(20, 4)
     held = sequence(pool.allocate(5), 32, dropped=14, media=[image_span(0, 16)])
     usage = pool_usage(pool, [held])
@@ -70,14 +70,14 @@ def test_what_compression_dropped_is_not_there():
     assert usage.unfilled_slots == 20 - 18
 
 
-def test_a_sequence_that_has_blocks_and_nothing_in_them_yet():
+def test_blocks_without_computed_tokens_are_unfilled():
     pool = BlockPool(20, 4)
     usage = pool_usage(pool, [sequence(pool.allocate(5), 0), sequence([], 0, name="waits")])
     assert usage.active_slots == slots()
     assert usage.unfilled_slots == 20
 
 
-def test_evictions_and_peak_are_told():
+def test_evictions_and_peak():
     pool = BlockPool(4, 4)
     cached_chain(pool, b"ab", modality="image")
     cached_chain(pool, b"c")
@@ -89,12 +89,12 @@ def test_evictions_and_peak_are_told():
 
 
 @given(st.data())
-def test_shared_beginnings_count_once(data):
-    """Against slots that are painted one by one."""
+def test_shared_blocks_count_once(data):
+    """Compared with slots that are filled one by one."""
     size = data.draw(st.integers(1, 5))
     pool = BlockPool(100, size)
     media = [image_span(3, 5), image_span(9, 4, "video")]
-    painted, held, dropped = {}, [], 0
+    filled, held = {}, []
     for number in range(data.draw(st.integers(1, 5))):
         parent = data.draw(st.sampled_from(held)) if held else None
         full = 0 if parent is None else parent.computed // size
@@ -103,29 +103,28 @@ def test_shared_beginnings_count_once(data):
         own = pool.allocate(data.draw(st.integers(0, 6)))
         computed = data.draw(st.integers(len(shared) * size, (len(shared) + len(own)) * size))
         held.append(sequence([*shared, *own], computed, name=str(number), media=media))
-        for place in range(computed):
-            kind = "image" if 3 <= place < 8 else "video" if 9 <= place < 13 else "text"
-            painted[held[-1].blocks[place // size], place % size] = kind
-    assert not dropped
+        for token in range(computed):
+            kind = "image" if 3 <= token < 8 else "video" if 9 <= token < 13 else "text"
+            filled[held[-1].blocks[token // size], token % size] = kind
     usage = pool_usage(pool, held)
     counts = slots()
-    for kind in painted.values():
+    for kind in filled.values():
         counts[kind] += 1
     assert usage.active_slots == counts
-    assert usage.unfilled_slots == usage.active * size - len(painted)
+    assert usage.unfilled_slots == usage.active * size - len(filled)
     check_leaks(pool, held)
 
 
 @pytest.mark.parametrize(
     ("blocks", "fault"),
     [
-        ([1], r"block 2 has 1 references, but is held by nobody"),
+        ([1], r"block 2 has 1 references, but is held by no sequence"),
         ([1, 2, 3], r"block 3 has 0 references, but is held by \['r\[0\]'\]"),
         ([1, 2, 2], r"block 2 has 1 references, but is held by \['r\[0\]', 'r\[0\]'\]"),
         ([0, 1, 2], r"block 0 has 0 references"),
     ],
 )
-def test_leaks_are_named(blocks, fault):
+def test_a_leak_is_reported_with_its_block(blocks, fault):
     pool = BlockPool(5, 4)
     assert pool.allocate(2) == [1, 2]
     with pytest.raises(AssertionError, match=fault):
@@ -133,18 +132,18 @@ def test_leaks_are_named(blocks, fault):
     check_leaks(pool, [sequence([1, 2], 3)])
 
 
-def test_a_reference_too_many_is_a_leak():
+def test_an_extra_reference_is_a_leak():
     pool = BlockPool(5, 4)
     blocks = pool.allocate(2)
     pool.share(blocks[:1])
     with pytest.raises(AssertionError, match=r"block 1 has 2 references, but is held by \['r\[0\]'\]"):
         check_leaks(pool, [sequence(blocks, 3)])
     check_leaks(pool, [sequence(blocks, 3), sequence(blocks[:1], 3, index=1)])
-    with pytest.raises(AssertionError, match="block 1 stands twice"):
+    with pytest.raises(AssertionError, match="block 1 occurs twice"):
         check_leaks(pool, [sequence([1, 2, 1], 3)])
 
 
-def test_a_block_that_is_kept_for_somebody_s_child_is_told_of():
+def test_a_parent_held_only_through_its_child_is_a_leak():
     pool = BlockPool(5, 4)
     cached_chain(pool, b"a")
     blocks = pool.allocate(1)

@@ -1,4 +1,4 @@
-"""The block pool against plain sets."""
+"""The block pool, compared with plain sets."""
 
 import collections
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from omni_jax.memory import BlockPool
 
-# (operation, number): allocate so many, or share or free the holder of that number.
+# (operation, number): allocate that many blocks, or share or free the blocks of holder `number`.
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["allocate", "allocate", "share", "free"]), st.integers(0, 9)), max_size=60
 )
@@ -16,7 +16,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=200)
 @given(st.integers(2, 20), st.integers(1, 5), OPERATIONS)
-def test_agrees_with_a_plain_model(num_blocks, block_size, operations):
+def test_matches_a_plain_model(num_blocks, block_size, operations):
     pool = BlockPool(num_blocks, block_size)
     unused = set(range(1, num_blocks))
     holders: list[list[int]] = []
@@ -47,7 +47,7 @@ def test_agrees_with_a_plain_model(num_blocks, block_size, operations):
     assert collections.Counter(pool.allocate(num_blocks - 1)) == collections.Counter(range(1, num_blocks))
 
 
-def test_block_0_is_never_handed_out():
+def test_block_0_is_never_allocated():
     pool = BlockPool(5, 16)
     assert pool.num_usable == 4
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
@@ -55,17 +55,17 @@ def test_block_0_is_never_handed_out():
     assert pool.allocate(0) == []
 
 
-def test_too_many_is_none_and_changes_nothing():
+def test_allocating_too_many_returns_none_and_changes_nothing():
     pool = BlockPool(5, 16)
     assert pool.allocate(5) is None
     assert pool.num_free == 4
 
 
-def test_a_block_freed_twice_is_an_error():
+def test_freeing_a_block_twice_is_an_error():
     pool = BlockPool(5, 16)
     block, other = pool.allocate(2)
     pool.free([block])
-    with pytest.raises(ValueError, match=f"block {block} was freed more often than it was taken"):
+    with pytest.raises(ValueError, match=f"block {block} was freed more often than it was allocated or shared"):
         pool.free([block])
     with pytest.raises(ValueError, match="block 0 was freed"):
         pool.free([0])
@@ -99,16 +99,16 @@ def test_blocks_for_rounds_up(tokens, blocks):
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 16), (0, 16), (-1, 16), (2, 0)])
-def test_a_pool_that_holds_nothing_is_refused(num_blocks, block_size):
+def test_a_pool_without_usable_blocks_is_rejected(num_blocks, block_size):
     with pytest.raises(ValueError, match=f"got {num_blocks} of {block_size}"):
         BlockPool(num_blocks, block_size)
 
 
-# -- what can be found -------------------------------------------------------------------------------------------------
+# -- registered blocks ------------------------------------------------------------------------------------------------
 
 
 def cached_chain(pool, path, *, now=0.0, modality="text"):
-    """Blocks of a chain that somebody computed, registered and gave back; `path` has a letter a block."""
+    """Allocate, register and free the blocks of a chain; `path` has one letter per block."""
     found = pool.find([path[: i + 1] for i in range(len(path))])
     pool.share(found)
     blocks = found + pool.allocate(len(path) - len(found))
@@ -123,7 +123,7 @@ def paths(path):
     return [path[: i + 1] for i in range(len(path))]
 
 
-def test_blocks_given_back_can_be_found_until_they_are_needed():
+def test_freed_blocks_are_found_until_they_are_evicted():
     pool = BlockPool(5, 16)
     blocks = cached_chain(pool, b"abc")
     assert (pool.num_free, pool.num_idle, pool.num_used, pool.usage) == (4, 3, 0, 0.0)
@@ -140,15 +140,15 @@ def test_blocks_given_back_can_be_found_until_they_are_needed():
     assert pool.evictions == pool.evictions_by_modality["text"] == 1
 
 
-def test_free_blocks_go_before_those_that_can_be_found():
+def test_free_blocks_are_allocated_before_idle_ones():
     pool = BlockPool(6, 16)
     blocks = cached_chain(pool, b"abc")
     assert not set(pool.allocate(2)) & set(blocks)
     assert pool.find(paths(b"abc")) == blocks
 
 
-def test_chains_are_given_up_from_their_end():
-    pool = BlockPool(5, 16, recycling=lambda use: -use.depth)  # the policy has no say in it
+def test_chains_are_evicted_from_their_end():
+    pool = BlockPool(5, 16, recycling=lambda use: -use.depth)
     blocks = cached_chain(pool, b"abcd")
     pool = BlockPool(5, 16, recycling=lambda use: use.depth)
     assert cached_chain(pool, b"abcd") == blocks
@@ -158,7 +158,7 @@ def test_chains_are_given_up_from_their_end():
         assert pool.find(paths(b"abcd")) == blocks[:length]
 
 
-def test_a_block_with_a_cached_child_stays_until_the_last_of_them_is_gone():
+def test_a_block_is_evicted_after_all_its_children():
     pool = BlockPool(4, 16, recycling=lambda use: use.last_used)
     first = cached_chain(pool, b"ab", now=2.0)
     second = cached_chain(pool, b"ac", now=3.0)
@@ -166,7 +166,7 @@ def test_a_block_with_a_cached_child_stays_until_the_last_of_them_is_gone():
     assert [pool.allocate(1) for _ in range(3)] == [[first[1]], [second[1]], [first[0]]]
 
 
-def test_what_a_waiting_leaf_is_worth_follows_its_last_use():
+def test_the_value_of_a_leaf_follows_its_last_use():
     pool = BlockPool(3, 16, recycling=lambda use: use.last_used)
     old, new = cached_chain(pool, b"a", now=1.0), cached_chain(pool, b"b", now=2.0)
     pool.free(pool.allocate(0))
@@ -176,25 +176,25 @@ def test_what_a_waiting_leaf_is_worth_follows_its_last_use():
     assert pool.allocate(1) == new
 
 
-def test_only_one_block_is_found_by_a_digest():
+def test_a_digest_belongs_to_one_block():
     pool = BlockPool(9, 16)
     mine, yours = pool.allocate(2), pool.allocate(2)
     assert pool.register(mine[0], b"a", None, modality="text", depth=0)
     assert not pool.register(yours[0], b"a", None, modality="text", depth=0)
     assert not pool.is_registered(yours[0])
-    assert pool.register(mine[0], b"a", None, modality="text", depth=0)  # once more is as well
+    assert pool.register(mine[0], b"a", None, modality="text", depth=0)  # registering again is no error
     assert not pool.register(mine[1], b"xb", b"x", modality="text", depth=1)
     assert not pool.is_registered(mine[1])
     assert pool.find(paths(b"ab")) == mine[:1]
     with pytest.raises(ValueError, match=f"block {mine[0]} is registered as 61 and cannot become 62"):
         pool.register(mine[0], b"b", None, modality="text", depth=0)
     pool.free(yours)
-    with pytest.raises(ValueError, match=f"block {yours[0]} is held by nobody"):
+    with pytest.raises(ValueError, match=f"block {yours[0]} has no references"):
         pool.register(yours[0], b"b", None, modality="text", depth=0)
     assert pool.num_used == 2
 
 
-def test_who_holds_a_block_without_its_parent_keeps_both_in_use():
+def test_holding_a_block_without_its_parent_keeps_both_in_use():
     pool = BlockPool(5, 16)
     parent = cached_chain(pool, b"ab")
     copy = pool.allocate(2)
@@ -207,11 +207,11 @@ def test_who_holds_a_block_without_its_parent_keeps_both_in_use():
     pool.free(copy)
     assert (pool.num_free, pool.num_idle, pool.num_used) == (4, 3, 0)
     assert pool.find(paths(b"abc")) == [*parent, copy[1]]
-    assert sorted(pool.allocate(2)) == sorted(copy)  # the leaf, and not what had been one
+    assert sorted(pool.allocate(2)) == sorted(copy)  # the leaf, not the former leaf
     assert pool.find(paths(b"abc")) == parent
 
 
-def test_nothing_is_found_after_the_cache_was_cleared():
+def test_nothing_is_found_after_clear_cache():
     pool = BlockPool(7, 16)
     idle, used = cached_chain(pool, b"ab"), cached_chain(pool, b"xy")
     pool.share(used)
@@ -226,7 +226,7 @@ def test_nothing_is_found_after_the_cache_was_cleared():
     assert sorted(pool.allocate(6)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_most_blocks_in_use_are_remembered():
+def test_peak_used():
     pool = BlockPool(9, 16)
     pool.free(pool.allocate(3))
     assert pool.peak_used == 3
@@ -239,7 +239,7 @@ def test_the_most_blocks_in_use_are_remembered():
     assert pool.peak_used == 6
 
 
-def test_a_policy_that_raises_leaves_the_pool_as_it_is():
+def test_a_policy_that_raises_leaves_the_pool_unchanged():
     def policy(use):
         raise RuntimeError("no idea")
 
@@ -253,7 +253,7 @@ def test_a_policy_that_raises_leaves_the_pool_as_it_is():
     assert len(pool.allocate(3)) == 3
 
 
-def test_blocks_that_are_taken_back_again_and_again_leave_no_heap_behind():
+def test_blocks_that_are_reused_often_leave_few_stale_entries():
     pool = BlockPool(100, 16)
     for number in range(50):
         cached_chain(pool, bytes([number]))
@@ -262,6 +262,6 @@ def test_blocks_that_are_taken_back_again_and_again_leave_no_heap_behind():
         pool.share(blocks)
         pool.free(blocks)
         if number % 1000 == 0:
-            pool.free(pool.allocate(50))  # all of the free, and one of the others
+            pool.free(pool.allocate(50))  # evicts one
             cached_chain(pool, bytes([number % 50]))
         assert len(pool._leaves._new) + len(pool._leaves._heap) < 200

@@ -1,4 +1,4 @@
-"""Schedules of compression: the default's shape, the cap, and what is refused."""
+"""Compression schedules: the default's shape, the cap, and invalid controllers."""
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,7 @@ def long_ones_only(step: int, total: int) -> float:
     return float("nan") if total > 300 else 0.2
 
 
-def test_the_default_waits_rises_holds_and_falls():
+def test_the_default_is_zero_then_rises_stays_and_falls():
     schedule = Schedule(None, 0.4)
     assert [schedule.ratio(step, 256) for step in (0, 9)] == [0, 0]
     assert schedule.ratio(20, 256) == pytest.approx(0.2)
@@ -53,7 +53,7 @@ def test_a_controller_is_capped():
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("nonsense", r"returned -1.0 at step 100 of 256"),
         ("too_much", r"returned 1.0 at step 0"),
@@ -63,12 +63,12 @@ def test_a_controller_is_capped():
         ("HERE", r"is a str, which cannot be called"),
     ],
 )
-def test_a_controller_that_returns_nonsense_is_refused_with_its_value(name, says):
-    with pytest.raises(ValueError, match=says):
+def test_an_invalid_controller_is_rejected(name, message):
+    with pytest.raises(ValueError, match=message):
         Schedule(f"{HERE}:{name}", 0.4)
 
 
-def test_nonsense_for_long_sequences_is_found_before_such_a_one_runs():
+def test_check_rejects_lengths_for_which_the_controller_is_invalid():
     schedule = Schedule(f"{HERE}:long_ones_only", 0.4)
     schedule.check(300)
     with pytest.raises(BadController, match=r"returned nan at step 0 of 301"):

@@ -1,4 +1,4 @@
-"""The encoder cache against a plain model of it, and at its edges."""
+"""The encoder cache, compared with a plain model, and its edge cases."""
 
 import collections
 
@@ -17,7 +17,7 @@ def span(name):
 
 
 @given(st.lists(st.tuples(st.sampled_from(["hold", "release", "encode"]), st.sampled_from(sorted(LENGTHS)))))
-def test_rows_belong_to_one_image_as_long_as_somebody_holds_it(events):
+def test_referenced_rows_belong_to_one_image(events):
     cache = EncoderCache(20, rows_per_block=2)
     held, rows = collections.Counter(), {}
     for event, name in events:
@@ -41,7 +41,7 @@ def test_rows_belong_to_one_image_as_long_as_somebody_holds_it(events):
         assert (cache.usage == 0) == (not +held)
 
 
-def test_what_was_released_longest_ago_goes_first_and_what_is_held_never():
+def test_the_least_recently_released_image_is_evicted_first():
     cache = EncoderCache(12, rows_per_block=1)
     for name in "cba":
         assert cache.hold(span(name))
@@ -49,7 +49,7 @@ def test_what_was_released_longest_ago_goes_first_and_what_is_held_never():
         cache.finish(name.encode())
     for name in "ba":
         cache.release(name.encode())
-    assert cache.hold(image_span("new", 0, 6))  # 4 are free
+    assert cache.hold(image_span("new", 0, 6))  # 4 rows are free
     cache.release(b"new")
     assert cache.hold(span("a"))
     assert not cache.is_waiting(b"a")
@@ -57,7 +57,7 @@ def test_what_was_released_longest_ago_goes_first_and_what_is_held_never():
     assert cache.is_ready(b"c")
 
 
-def test_rows_of_an_image_that_is_being_encoded_are_not_given_away():
+def test_an_image_that_is_being_encoded_is_not_evicted():
     cache = EncoderCache(9, rows_per_block=1)
     cache.hold(span("d"))
     cache.begin(b"d")
@@ -67,7 +67,7 @@ def test_rows_of_an_image_that_is_being_encoded_are_not_given_away():
     assert cache.hold(span("a"))
 
 
-def test_an_image_that_nobody_began_to_encode_is_forgotten_with_its_last_reference():
+def test_an_image_that_is_not_being_encoded_is_dropped_with_its_last_reference():
     cache = EncoderCache(9, rows_per_block=1)
     cache.hold(span("d"))
     cache.release(b"d")
@@ -75,7 +75,7 @@ def test_an_image_that_nobody_began_to_encode_is_forgotten_with_its_last_referen
     assert (cache.queries, cache.hits) == (2, 0)
 
 
-def test_more_releases_than_holds_are_an_error():
+def test_releasing_more_often_than_holding_is_an_error():
     cache = EncoderCache(9)
     cache.hold(span("a"))
     cache.begin(b"a")
@@ -84,7 +84,7 @@ def test_more_releases_than_holds_are_an_error():
         cache.release(b"a")
 
 
-def test_what_fits():
+def test_capacity():
     cache = EncoderCache(64)
     assert cache.capacity == 64
     assert cache.array_rows == 80

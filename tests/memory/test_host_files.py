@@ -1,4 +1,4 @@
-"""The host tier's files across restarts, and beside other people's."""
+"""The host tier's files across restarts, and next to files of others."""
 
 import subprocess
 import sys
@@ -20,20 +20,20 @@ class Copy:
     def read(self):
         return np.ones((2, 1000), np.uint8)
 
-def stand(_):
+def block(_):
     print("written", flush=True)
     threading.Event().wait()
 
 for number in range(2):
     host.store(bytes([number]), Copy(), 2)
     host.wait_idle()
-host_files.os.fsync = stand
+host_files.os.fsync = block
 host.store(b"2", Copy(), 2)
 threading.Event().wait()
 """
 
 
-def test_a_process_killed_in_mid_swap_leaves_nothing_to_a_restart(tmp_path):
+def test_a_restart_removes_the_files_of_a_process_killed_in_mid_swap(tmp_path):
     mine = tmp_path / "notes.txt"
     mine.write_text("mine")
     with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
@@ -43,9 +43,9 @@ def test_a_process_killed_in_mid_swap_leaves_nothing_to_a_restart(tmp_path):
             names = {path.name for path in folder.iterdir()}
             assert names == {"lock", "parcel-0", "parcel-1.tmp"}
             with tier(tmp_path):
-                assert {path.name for path in folder.iterdir()} == names  # its process lives: hands off
+                assert {path.name for path in folder.iterdir()} == names  # its process runs
         finally:
-            process.kill()  # SIGKILL: nothing of it runs any more
+            process.kill()
     (folder / "parcel-9.txt").write_text("mine too")
     with tier(tmp_path):
         assert [path.name for path in folder.iterdir() if path.name != "lock"] == ["parcel-9.txt"]
@@ -55,12 +55,12 @@ def test_a_process_killed_in_mid_swap_leaves_nothing_to_a_restart(tmp_path):
     assert list(tmp_path.iterdir()) == [mine]
 
 
-def test_other_peoples_files_are_never_touched(tmp_path):
-    """Names like ours in folders like ours whose lock is free, but not our content; links; a folder without a lock."""
+def test_files_of_others_are_never_touched(tmp_path):
+    """Files and unlocked folders named like ours with other content; links; folders without a lock."""
     stale = tmp_path / "omni-jax-swap-stale"
     stale.mkdir()
     (stale / "lock").write_bytes(host_files.MAGIC)
-    (stale / "parcel-1").write_bytes(b"my letter")
+    (stale / "parcel-1").write_bytes(b"a letter")
     (stale / "parcel-2").mkdir()
     outside = tmp_path / "outside"
     outside.write_bytes(host_files.MAGIC)
@@ -75,7 +75,7 @@ def test_other_peoples_files_are_never_touched(tmp_path):
     (unlocked / "parcel-1").write_bytes(host_files.MAGIC)
     (tmp_path / "omni-jax-swap-file").write_bytes(host_files.MAGIC)
     (tmp_path / "omni-jax-swap-empty").mkdir()
-    (stale / "parcel-4").write_bytes(b"")  # killed before its header, or a power cut
+    (stale / "parcel-4").write_bytes(b"")  # left by a kill before the header, or by a power cut
     (stale / "parcel-5.tmp").write_bytes(b"\0" * 4096)
     before = {path: path.lstat().st_ino for path in tmp_path.rglob("*")}
     with tier(tmp_path):
@@ -86,7 +86,7 @@ def test_other_peoples_files_are_never_touched(tmp_path):
     assert after.items() <= before.items()
 
 
-def test_a_new_folder_that_is_cleaned_away_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+def test_a_new_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
     lock, taken = host_files.fcntl.flock, []
 
     def late(file, how):

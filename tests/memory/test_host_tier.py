@@ -1,4 +1,4 @@
-"""The host tier with real threads and real files. Nothing here sleeps: threads are held at events and let go."""
+"""The host tier with real threads and real files. Threads wait at events; no test sleeps."""
 
 import logging
 import threading
@@ -22,11 +22,11 @@ from tests.memory.swapping import (
     tier,
 )
 
-# What comes back is what went
+# Round trips
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_is_stored_is_taken_back_from_memory_and_from_disk(tmp_path, threads):
+def test_stored_blocks_come_back_from_memory_and_disk(tmp_path, threads):
     with tier(tmp_path, threads=threads) as host:
         data = [blocks(3, seed) for seed in range(6)]
         parcels = [host.store(bytes([seed]), Copy(data[seed]), 3) for seed in range(6)]
@@ -50,30 +50,30 @@ def test_what_is_stored_is_taken_back_from_memory_and_from_disk(tmp_path, thread
         assert not list(tmp_path.glob("*/parcel-*"))
 
 
-def test_a_taken_array_stays_what_it_is_when_its_place_is_used_again():
+def test_a_taken_array_keeps_its_content_when_its_slots_are_reused():
     with tier(capacity=2) as host:
         taken = host.take(store(host, blocks(2, 1), "first"))
         store(host, blocks(2, 2), "second")
         assert np.array_equal(taken, blocks(2, 1))
 
 
-def test_a_tier_that_did_nothing_knows_no_bandwidths():
+def test_bandwidths_are_none_before_the_first_move():
     with tier() as host:
         assert host.stats().store_bandwidth is None
 
 
-def test_take_waits_for_what_was_not_prefetched_and_nothing_can_be_taken_twice():
+def test_take_waits_for_a_parcel_that_was_not_prefetched_and_works_once():
     with tier() as host:
         parcel = store(host, blocks(2), "x")
         assert not host.is_ready(parcel)  # not verified yet
         assert np.array_equal(host.take(parcel), blocks(2))
-        with pytest.raises(ParcelLost, match="taken before"):
+        with pytest.raises(ParcelLost, match="already taken"):
             host.take(parcel)
         assert host.is_ready(parcel)  # `take` raises at once
         assert host.stats().lost == 0
 
 
-def test_each_move_is_one_line(tmp_path, caplog):
+def test_each_move_logs_one_line(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with tier(tmp_path, capacity=2) as host:
         parcel, _ = on_disk(host, blocks(2), "x")
@@ -84,10 +84,10 @@ def test_each_move_is_one_line(tmp_path, caplog):
     ]
 
 
-# Room
+# Capacity
 
 
-def test_without_a_disk_a_full_memory_says_no_and_a_taken_parcel_makes_room():
+def test_without_a_disk_store_returns_none_until_a_parcel_is_taken():
     with tier(capacity=4) as host:
         first = store(host, blocks(3), "first")
         assert host.store(b"second", Copy(blocks(2)), 2) is None
@@ -96,7 +96,7 @@ def test_without_a_disk_a_full_memory_says_no_and_a_taken_parcel_makes_room():
         assert store(host, blocks(2), "second") is not None
 
 
-def test_promised_room_is_not_promised_twice():
+def test_reserved_slots_are_not_reserved_twice():
     with tier(capacity=4) as host:
         slow = Copy(blocks(3), held=True)
         assert host.store(b"slow", slow, 3) is not None
@@ -104,7 +104,7 @@ def test_promised_room_is_not_promised_twice():
         slow.gate.set()
 
 
-def test_a_full_disk_allowance_says_no_without_a_warning(tmp_path, caplog):
+def test_a_full_disk_allowance_makes_store_return_none_without_a_warning(tmp_path, caplog):
     with tier(tmp_path, capacity=2, disk=2) as host:
         assert all(store(host, blocks(2, seed), str(seed)) for seed in range(2))
         assert host.store(b"third", Copy(blocks(2)), 2) is None
@@ -112,14 +112,14 @@ def test_a_full_disk_allowance_says_no_without_a_warning(tmp_path, caplog):
     assert not swap_lines(caplog, logging.WARNING)
 
 
-def test_a_disk_with_room_for_one_of_two_says_no_and_leaves_both_in_memory(tmp_path):
+def test_nothing_is_spilled_if_the_disk_has_too_little_room(tmp_path):
     with tier(tmp_path, capacity=4, disk=2) as host:
         parcels = [store(host, blocks(2, seed), str(seed)) for seed in range(2)]
         assert host.store(b"big", Copy(blocks(4)), 4) is None
         assert [parcel.state for parcel in parcels] == ["host", "host"]
 
 
-def test_what_need_not_be_kept_gives_way_before_anything_goes_to_disk(tmp_path):
+def test_evictable_parcels_are_evicted_before_any_is_spilled(tmp_path):
     with tier(tmp_path, capacity=4) as host:
         kept = store(host, blocks(1), "kept")
         prefixes = [store(host, blocks(1, seed), str(seed), keep_until_taken=False) for seed in (1, 2, 3)]
@@ -127,11 +127,11 @@ def test_what_need_not_be_kept_gives_way_before_anything_goes_to_disk(tmp_path):
         assert [parcel.state for parcel in prefixes] == ["lost", "lost", "host"]
         assert kept.state == "host"
         assert (host.stats().evicted, host.stats().lost) == (2, 0)
-        with pytest.raises(ParcelLost, match="gave way"):
+        with pytest.raises(ParcelLost, match="evicted"):
             host.take(prefixes[0])
 
 
-def test_nothing_gives_way_when_that_would_not_be_enough():
+def test_nothing_is_evicted_if_that_would_not_be_enough():
     with tier(capacity=4) as host:
         prefix = store(host, blocks(1), "prefix", keep_until_taken=False)
         store(host, blocks(3), "kept")
@@ -139,7 +139,7 @@ def test_nothing_gives_way_when_that_would_not_be_enough():
         assert np.array_equal(host.take(prefix), blocks(1))
 
 
-def test_so_many_moves_and_no_more():
+def test_store_returns_none_above_max_swap_ops():
     with tier(threads=1, ops=2) as host:
         copies = [Copy(blocks(1, seed), held=True) for seed in range(2)]
         parcels = [host.store(bytes([seed]), copy, 1) for seed, copy in enumerate(copies)]
@@ -152,10 +152,10 @@ def test_so_many_moves_and_no_more():
         assert all(np.array_equal(host.take(parcel), blocks(1, seed)) for seed, parcel in enumerate(parcels))
 
 
-# Nobody waits
+# Waiting
 
 
-def test_nothing_but_take_waits_while_every_worker_stands(tmp_path, monkeypatch):
+def test_only_take_waits_while_all_workers_are_busy(tmp_path, monkeypatch):
     with tier(tmp_path, capacity=2, threads=1) as host:
         parcel, other = on_disk(host, blocks(2, 1), "x")
         read = Held(host_files.read)
@@ -232,7 +232,7 @@ def test_drop_forgets_a_parcel_in_every_state(tmp_path, monkeypatch, state):
         assert store(host, blocks(2), "again") is not None
 
 
-def test_close_lets_takers_go_joins_the_threads_and_removes_the_files(tmp_path):
+def test_close_ends_waiting_takes_joins_the_threads_and_removes_the_files(tmp_path):
     before = threading.active_count()
     with tier(tmp_path, capacity=2) as host:
         on_disk(host, blocks(2))
@@ -246,7 +246,7 @@ def test_close_lets_takers_go_joins_the_threads_and_removes_the_files(tmp_path):
             except ParcelLost as error:
                 errors.append(str(error))
             finally:
-                copy.gate.set()  # only now the worker comes back to be joined
+                copy.gate.set()  # only now can the worker be joined
 
         taker = threading.Thread(target=take)
         taker.start()
@@ -258,11 +258,11 @@ def test_close_lets_takers_go_joins_the_threads_and_removes_the_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# Faults
+# Errors
 
 
 @pytest.mark.parametrize("reason", FAULTS)
-def test_a_damaged_file_is_found_said_once_and_costs_only_its_parcel(tmp_path, caplog, reason):
+def test_a_damaged_file_is_logged_once_and_loses_only_its_parcel(tmp_path, caplog, reason):
     with tier(tmp_path, capacity=2) as host:
         parcel, other = on_disk(host, blocks(2))
         path = parcel.file
@@ -281,8 +281,8 @@ def test_a_damaged_file_is_found_said_once_and_costs_only_its_parcel(tmp_path, c
         assert np.array_equal(host.take(other), blocks(2, 99))
 
 
-def test_a_whole_file_of_another_parcel_or_another_model_does_not_pass(tmp_path):
-    # The same bytes of the same size: only what they are differs.
+def test_an_intact_file_of_another_parcel_or_model_is_rejected(tmp_path):
+    # Same bytes and size; only layout or key differ.
     with tier(tmp_path, capacity=2) as host, tier(tmp_path, capacity=2, layout=b"another model") as another:
         parcel, _ = on_disk(host, blocks(2), "mine")
         neighbour, _ = on_disk(another, blocks(2), "mine")
@@ -297,7 +297,7 @@ def test_a_whole_file_of_another_parcel_or_another_model_does_not_pass(tmp_path)
             host.take(parcel)
 
 
-def test_bytes_that_changed_in_memory_are_found():
+def test_bytes_that_changed_in_memory_are_detected():
     with tier() as host:
         parcel = store(host, blocks(2), "x")
         host._memory[parcel.slots[1], 7] ^= 1
@@ -314,9 +314,9 @@ def test_bytes_that_changed_in_memory_are_found():
         Copy(blocks(2).astype(np.int32)),
         Copy(None),
     ],
-    ids=["device", "blocks", "dtype", "fault of ours"],
+    ids=["device", "blocks", "dtype", "internal error"],
 )
-def test_a_copy_that_fails_is_a_lost_parcel_and_nobody_waits_for_it(caplog, copy):
+def test_a_failing_copy_loses_its_parcel_and_take_raises(caplog, copy):
     with tier() as host:
         parcel = host.store(b"x", copy, 2)
         with pytest.raises(ParcelLost):
@@ -328,7 +328,7 @@ def test_a_copy_that_fails_is_a_lost_parcel_and_nobody_waits_for_it(caplog, copy
 
 
 @pytest.mark.parametrize("fill", [full_disk, full_at_last])
-def test_a_full_disk_is_said_once_and_memory_goes_on_alone(tmp_path, monkeypatch, caplog, fill):
+def test_a_full_disk_is_logged_once_and_memory_stays_in_use(tmp_path, monkeypatch, caplog, fill):
     with tier(tmp_path, capacity=4) as host:
         kept, other = on_disk(host, blocks(4), "kept")
         host.drop(other)
@@ -345,17 +345,17 @@ def test_a_full_disk_is_said_once_and_memory_goes_on_alone(tmp_path, monkeypatch
         assert host.stats().disk_capacity == 0
         for seed, parcel in enumerate(old, 1):
             assert np.array_equal(host.take(parcel), blocks(2, seed))
-        assert np.array_equal(host.take(kept), blocks(4))  # what is on the disk already can be read
+        assert np.array_equal(host.take(kept), blocks(4))  # parcels already on disk can still be read
         assert store(host, blocks(4), "new") is not None
         assert not list(tmp_path.glob("*/*.tmp"))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_parcel_on_its_way_straight_to_a_disk_that_fails_takes_the_place_of_the_newest(tmp_path, monkeypatch):
+def test_a_parcel_whose_spill_fails_takes_the_slots_of_the_newest(tmp_path, monkeypatch):
     with tier(tmp_path, capacity=2, threads=2) as host:
         copies = [Copy(blocks(2, seed), held=True) for seed in range(2)]
         old = host.store(b"old", copies[0], 2)
-        new = host.store(b"new", copies[1], 2)  # "old" is to make room for it before it has a place itself
+        new = host.store(b"new", copies[1], 2)  # "old" must be spilled for it before it has slots itself
         full_disk(monkeypatch)
         copies[0].gate.set()
         with pytest.raises(ParcelLost, match="could not make room"):
@@ -366,39 +366,39 @@ def test_a_parcel_on_its_way_straight_to_a_disk_that_fails_takes_the_place_of_th
         assert np.array_equal(host.take(old), blocks(2, 0))
 
 
-def test_what_need_not_be_kept_helps_when_the_disk_fails(tmp_path, monkeypatch):
+def test_evictable_parcels_are_evicted_when_the_disk_fails(tmp_path, monkeypatch):
     with tier(tmp_path, capacity=4, threads=1) as host:
         store(host, blocks(2, 1), "kept")
         prefix = Copy(blocks(2, 2), held=True)
         held = host.store(b"prefix", prefix, 2, keep_until_taken=False)
-        new = host.store(b"new", Copy(blocks(2, 3)), 2)  # "kept" is to make room: "prefix" isn't there yet
+        new = host.store(b"new", Copy(blocks(2, 3)), 2)  # "kept" must be spilled, because "prefix" is not there yet
         full_disk(monkeypatch)
         prefix.gate.set()
         assert np.array_equal(host.take(new), blocks(2, 3))
         assert held.state == "lost"
 
 
-@pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_directory_that_cannot_be_used_is_said_once_and_done_without(tmp_path, caplog, place):
+@pytest.mark.parametrize("directory", ["file", "file/below"])
+def test_an_unusable_directory_is_logged_once_and_ignored(tmp_path, caplog, directory):
     (tmp_path / "file").write_text("not a directory")
-    with tier(tmp_path / place, capacity=2) as host:
+    with tier(tmp_path / directory, capacity=2) as host:
         parcel = store(host, blocks(2), "x")
         assert host.store(b"more", Copy(blocks(1)), 1) is None
         assert np.array_equal(host.take(parcel), blocks(2))
     (line,) = swap_lines(caplog, logging.WARNING)
-    assert str(tmp_path / place) in line
-    assert "host memory alone" in line
+    assert str(tmp_path / directory) in line
+    assert "only host memory" in line
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
-        ({"capacity_bytes": 999}, "999 bytes is less than one block of 1000"),
+        ({"capacity_bytes": 999}, "999 bytes is smaller than one block of 1000"),
         ({"num_threads": 0}, "at least 1"),
         ({"max_swap_ops": 0}, "at least 1"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(change, words):
+def test_invalid_sizes_are_rejected(change, message):
     good = {"block_bytes": 1000, "capacity_bytes": 4000, "directory": None, "disk_bytes": 0, "num_threads": 1}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         HostTier(**{**good, "layout": b"", **change})

@@ -1,4 +1,4 @@
-"""Random calls on the host tier, with real threads and faults."""
+"""Random calls of the host tier, with real threads and injected faults."""
 
 import random
 import threading
@@ -13,10 +13,10 @@ from tests.memory.swapping import FAULTS, Copy, blocks, tier
 
 
 class Schedule:
-    """Random calls on a tier and what must be true after them.
+    """Random calls of a tier, and what must hold after them.
 
-    A parcel may be lost only when a fault hit it: its file was damaged, reading failed, its copy failed, it need not be
-    kept, or the disk failed while others waited for the room.
+    A parcel may be lost only through a fault: its file was damaged, its copy failed, it may be evicted, or the disk
+    failed while others waited for room.
     """
 
     def __init__(self, host, draw, faults):
@@ -61,11 +61,11 @@ class Schedule:
             self.host.drop(parcel)
 
     def damage(self):
-        """Of one parcel that rests on disk."""
+        """Damage the file of one parcel on disk."""
         self.settle()
-        resting = [parcel for parcel in self.live if parcel.state == "disk" and parcel.file.exists()]
-        if resting:
-            parcel = self.draw.choice(resting)
+        on_disk = [parcel for parcel in self.live if parcel.state == "disk" and parcel.file.exists()]
+        if on_disk:
+            parcel = self.draw.choice(on_disk)
             self.draw.choice(list(FAULTS.values()))(parcel.file)
             self.faults.hit.add(parcel)
 
@@ -111,7 +111,7 @@ class Faults:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_mix_of_calls_and_faults_gives_the_bytes_or_says_that_they_are_lost(tmp_path, monkeypatch, seed):
+def test_any_mix_of_calls_and_faults_returns_the_bytes_or_raises(tmp_path, monkeypatch, seed):
     draw, faults = random.Random(seed), Faults(seed, monkeypatch)
     before = threading.active_count()
     with tier(tmp_path, capacity=12, disk=30, threads=1 + seed % 3, ops=6) as host:

@@ -1,4 +1,4 @@
-"""Digests of blocks: equal where keys and values are equal, and nowhere else."""
+"""Digests of blocks are equal exactly where keys and values are equal."""
 
 import hashlib
 import itertools
@@ -12,7 +12,7 @@ from omni_jax.memory.prefix import count_modalities, extend, modality, root_dige
 from omni_jax.requests import MediaSpan, Request, SamplingParams
 from omni_jax.requests.segment import Segment
 
-PAD = 9  # the placeholder
+PAD = 9  # placeholder token
 SIZE = 4
 
 
@@ -41,7 +41,7 @@ def digests(asked, known=None, *, size=SIZE):
 
 
 def shared(first, second):
-    """Blocks from the first on that two have in common; behind them they have none."""
+    """Number of leading blocks that two lists have in common; they must share no other blocks."""
     assert not set(first) & set(second) or first[0] == second[0]
     common = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     assert len(set(first) & set(second)) == len(common)
@@ -54,7 +54,7 @@ def test_only_full_blocks_have_digests():
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40), st.lists(st.integers(1, 9), max_size=9))
-def test_bit_by_bit_or_at_once_is_the_same(ids, steps):
+def test_extending_in_steps_or_at_once_is_the_same(ids, steps):
     asked = request(ids[:3])
     piecemeal = []
     for length in itertools.accumulate(steps):
@@ -64,29 +64,29 @@ def test_bit_by_bit_or_at_once_is_the_same(ids, steps):
 
 
 @given(st.data())
-def test_blocks_are_equal_as_far_as_tokens_are(data):
+def test_blocks_are_equal_as_far_as_tokens_are_equal(data):
     token = st.integers(0, 1)
     first, second = data.draw(st.lists(token, min_size=4, max_size=24)), data.draw(st.lists(token, max_size=24))
     common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
     assert shared(digests(request(first)), digests(request([7]), second)) == common // SIZE
 
 
-def test_blocks_of_different_sizes_have_nothing_in_common():
+def test_blocks_of_different_sizes_share_no_digest():
     asked = request([0] * 16)
     assert not set(digests(asked, size=4)) & set(digests(asked, size=8))
 
 
-def test_what_stands_where_in_the_prompt_or_the_output_makes_no_difference():
-    """The next turn of a conversation finds the output of the last one."""
+def test_tokens_of_prompt_and_output_have_the_same_digests():
+    """So the next turn of a conversation finds the output of the last one."""
     ids = list(range(1, 17))
     assert digests(request(ids[:5]), ids) == digests(request(ids))
 
 
-# -- PC-01: placeholders of different images look alike --------------------------------------------------------------
+# -- PC-01: different images have the same placeholders ---------------------------------------------------------------
 
 
 def chat(*names, length=6, text=5):
-    """Some text, and images with a token between them."""
+    """Some text, then images with one token between them."""
     ids, media = list(range(1, text + 1)), []
     for name in names:
         media.append(span(name, len(ids), length))
@@ -94,7 +94,7 @@ def chat(*names, length=6, text=5):
     return request([*ids, 1, 2, 3, 4], media=media)
 
 
-def test_pc_01_another_image_with_as_many_placeholders_shares_the_text_before_it():
+def test_pc_01_different_images_of_the_same_length_share_only_the_text_before_them():
     first, second = chat("a"), chat("b")
     assert first.prompt_ids == second.prompt_ids
     assert shared(digests(first), digests(second)) == 1
@@ -105,28 +105,28 @@ def test_pc_01_another_image_with_as_many_placeholders_shares_the_text_before_it
 def test_pc_01_the_order_of_images_matters():
     ab, ba, aa = digests(chat("a", "b")), digests(chat("b", "a")), digests(chat("a", "a"))
     assert shared(ab, ba) == 1
-    assert shared(ab, aa) == 3  # text and the first image: 12 tokens, the second image from there
+    assert shared(ab, aa) == 3  # text and first image: 12 tokens
 
 
-def test_pc_01_a_second_image_keeps_the_first_one_s_blocks():
+def test_pc_01_a_second_image_does_not_change_the_blocks_of_the_first():
     assert shared(digests(chat("a")), digests(chat("a", "b"))) == 3
 
 
-def test_pc_01_a_image_that_begins_in_the_middle_of_a_block_differs_from_it_on():
+def test_pc_01_an_image_that_begins_inside_a_block_changes_that_block():
     first, second = chat("a", text=6), chat("b", text=6)
     assert shared(digests(first), digests(second)) == 1
 
 
-def test_pc_01_features_of_one_image_at_other_placeholders_are_another_block():
-    """Nothing but placeholders, and what stands at each is another feature every time."""
+def test_pc_01_the_same_image_at_other_placeholders_is_another_block():
+    """The prompts are equal, but their features differ at each placeholder."""
     ids = [PAD] * 8
     laid = [span("a", 0, 8)], [span("a", 0, 7)], [span("a", 1, 7)], [span("a", 0, 4), span("a", 4, 4)]
     found = [digests(request(ids, media=media)) for media in laid]
     assert all(shared(*two) == 0 for two in itertools.combinations(found, 2))
 
 
-def test_pc_02_the_kind_of_medium_is_in_its_key_and_the_key_in_the_digest():
-    """MediaSpan.key covers shape, dtype, modality and settings (tests/inputs); any other key is another block."""
+def test_pc_02_the_media_key_is_part_of_the_digest():
+    """MediaSpan.key covers shape, dtype, modality and settings (tests/inputs)."""
     keys = [b"", b"k", b"kk", hashlib.sha256(b"4x6").digest(), hashlib.sha256(b"6x4").digest()]
     found = set()
     for key in keys:
@@ -135,8 +135,8 @@ def test_pc_02_the_kind_of_medium_is_in_its_key_and_the_key_in_the_digest():
     assert len(found) == len(keys)
 
 
-def test_rotary_positions_are_part_of_what_a_block_holds():
-    """Two videos of the same frames, of which one runs slower: their features are equal, their positions are not."""
+def test_rotary_positions_are_part_of_the_digest():
+    """Two videos with the same frames and different frame rates have equal features but different positions."""
     ids = [1, 2, *[PAD] * 8, 3, 4, 5, 6, 7, 8]
     media = [span("step 0", 2, 4, "video"), span("step 1", 6, 4, "video")]
     slow, fast = (np.broadcast_to(np.arange(16, dtype=np.int32), (3, 16)).copy() for _ in range(2))
@@ -147,13 +147,13 @@ def test_rotary_positions_are_part_of_what_a_block_holds():
 
 
 class Item:
-    """As much of a MediaItem as mrope_positions looks at."""
+    """The attributes of a MediaItem that mrope_positions reads."""
 
     grid, num_tokens, seconds_per_grid = (1, 4, 4), 4, None
 
 
-def test_rotary_positions_of_output_are_those_it_has_as_a_prompt():
-    """With an image, the positions of a turn's output are only known by what they are added to."""
+def test_output_after_an_image_has_the_digests_it_has_as_a_prompt():
+    """Rotary positions of output are token index + Request.position_delta; in the next prompt they are given."""
     ids = [1, *[PAD] * 4, *range(10, 25)]
     media = [span("a", 1, 4)]
     positions = mrope_positions(len(ids), [(1, Item())], merge_size=2, tokens_per_second=None)
@@ -164,30 +164,30 @@ def test_rotary_positions_of_output_are_those_it_has_as_a_prompt():
         assert digests(asked, ids) == whole
 
 
-def test_positions_that_only_count_are_those_of_text():
+def test_positions_equal_to_token_indices_change_nothing():
     ids = list(range(8))
     positions = np.broadcast_to(np.arange(8, dtype=np.int32), (3, 8))
     assert digests(request(ids, positions=positions)) == digests(request(ids))
 
 
-# -- PC-06: who shares with whom ---------------------------------------------------------------------------------------
+# -- PC-06: isolation -------------------------------------------------------------------------------------------------
 
 
-def test_pc_06_only_equal_salts_share():
+def test_pc_06_requests_share_blocks_only_if_their_salts_are_equal():
     ids = range(12)
     first, second, third = (digests(request(ids, salt=salt)) for salt in ("s1", "s2", "s1"))
     assert shared(first, second) == shared(first, digests(request(ids))) == 0
     assert first == third
 
 
-def test_pc_06_salts_and_adapters_cannot_be_mistaken_for_each_other():
+def test_pc_06_different_pairs_of_salt_and_adapter_have_different_roots():
     pairs = [("", ""), ("a", ""), ("", "a"), ("ab", ""), ("a", "b"), ("", "ab"), ("a\0", "b"), ("a", "\0b"), ("ü", "")]
     assert len({root_digest(salt=salt, adapter=adapter) for salt, adapter in pairs}) == len(pairs)
-    assert len(root_digest(salt="\ud800")) == 32  # JSON may hold it
+    assert len(root_digest(salt="\ud800")) == 32  # JSON can contain it
 
 
 def test_digests_are_chained_by_sha_256():
-    """Written down by hand, so that what lies on a disk is found by the next version."""
+    """Computed by hand, so that a change of the format is noticed."""
     root = hashlib.sha256(b"omni_jax.memory.prefix 1" + (2).to_bytes(8, "little") + b"s1").digest()
     assert root_digest(salt="s1") == root
     ids = np.arange(1, 9, dtype="<i4")
@@ -196,20 +196,20 @@ def test_digests_are_chained_by_sha_256():
     assert digests(request(range(1, 9), salt="s1")) == [first, second]
 
 
-# -- modalities --------------------------------------------------------------------------------------------------------
+# -- modalities -------------------------------------------------------------------------------------------------------
 
 
 def naive_counts(asked, start, stop):
     counts = dict.fromkeys(("text", "image", "video", "table"), 0)
-    for place in range(start, stop):
-        over = [item.modality for item in asked.media if item.start <= place < item.stop]
-        over += [s.modality for s in asked.segments if s.start <= place < s.stop and s.modality == "table"]
+    for token in range(start, stop):
+        over = [item.modality for item in asked.media if item.start <= token < item.stop]
+        over += [s.modality for s in asked.segments if s.start <= token < s.stop and s.modality == "table"]
         counts[over[0] if over else "text"] += 1
     return counts
 
 
 @given(st.data())
-def test_tokens_are_counted_by_what_they_are(data):
+def test_tokens_are_counted_by_modality(data):
     cuts = sorted(data.draw(st.sets(st.integers(1, 39), max_size=8)))
     kinds = st.sampled_from(["text", "table", "image"])
     segments = [
@@ -228,7 +228,7 @@ def test_tokens_are_counted_by_what_they_are(data):
     assert counts[modality(asked, start, stop)] == max(counts.values())
 
 
-def test_the_modality_of_a_block_is_that_of_most_of_its_tokens():
+def test_a_block_has_the_modality_of_most_of_its_tokens():
     segments = [
         Segment(start=0, stop=8, modality="text"),
         Segment(start=8, stop=16, modality="table"),
@@ -238,5 +238,5 @@ def test_the_modality_of_a_block_is_that_of_most_of_its_tokens():
     assert [modality(asked, at, at + 4) for at in range(0, 32, 4)] == [
         *("text", "text", "table", "table", "image", "text", "text", "text")
     ]
-    assert modality(asked, 6, 10) == "text"  # half of it
+    assert modality(asked, 6, 10) == "text"  # half of each
     assert modality(asked, 6, 11) == "table"

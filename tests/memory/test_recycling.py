@@ -1,4 +1,4 @@
-"""What cached blocks are worth, by the definitions of the policies."""
+"""Recycling policies, compared with their definitions."""
 
 import math
 
@@ -18,7 +18,7 @@ from omni_jax.memory.recycling import (
 )
 from tests.memory.test_block_pool import cached_chain, paths
 
-OWN = "tests.memory.own_recycling"
+MODULE = "tests.memory.custom_recycling"
 
 
 def use(modality="text", *, depth=PINNED_BLOCKS, times=(0.0,)):
@@ -39,8 +39,8 @@ def test_lfu_is_the_logarithm_of_the_decayed_count(times):
     st.lists(st.integers(0, 5000), min_size=1, max_size=10).map(sorted),
     st.integers(5000, 9000),
 )
-def test_values_of_blocks_that_nobody_touches_keep_their_order(first, second, now):
-    """The order of values is that of the counts, decayed to whatever time one looks at them."""
+def test_values_of_unused_blocks_keep_their_order(first, second, now):
+    """Values order blocks as their decayed counts do, at any time."""
 
     def count(times):
         return sum(2.0 ** ((t - now) / HALF_LIFE_SECONDS) for t in times)
@@ -49,7 +49,7 @@ def test_values_of_blocks_that_nobody_touches_keep_their_order(first, second, no
     assert abs(difference) < 1e-6 or (difference > 0) == (count(first) > count(second))
 
 
-def test_counts_stay_finite_for_a_century_of_uses_and_pauses():
+def test_counts_stay_finite_over_a_century():
     uses, now = 0.0, 0.0
     for step in (1e-9, 0.0, 1.0, 1e-3) * 1000 + (3e9, 1.0):
         uses = count_use(uses, now, now + step)
@@ -58,24 +58,24 @@ def test_counts_stay_finite_for_a_century_of_uses_and_pauses():
     assert math.isfinite(lfu(BlockUse(modality="text", depth=0, last_used=now, uses=uses)))
 
 
-def test_what_was_used_once_is_worth_the_time_of_that_in_any_modality():
+def test_a_block_used_once_is_worth_the_time_of_its_use_in_any_modality():
     for modality in ("text", "image", "video"):
         assert by_modality(use(modality, depth=0, times=(7.0,))) == 7.0
 
 
-def test_images_and_video_go_by_their_last_use_alone():
+def test_images_and_video_are_ordered_by_last_use():
     for modality in ("image", "video"):
         assert by_modality(use(modality, times=(1.0, 2.0, 3.0))) == lru(use(modality, times=(3.0,))) == 3.0
 
 
-def test_text_that_is_used_often_outlives_text_that_was_used_lately():
-    often, lately = use(times=(0.0, 1.0, 2.0, 3.0)), use(times=(HALF_LIFE_SECONDS,))
-    assert lru(often) < lru(lately)
-    assert by_modality(often) > by_modality(lately)
-    assert by_modality(often) < by_modality(use(times=(3 * HALF_LIFE_SECONDS,)))  # not for ever
+def test_frequently_used_text_outlives_recently_used_text():
+    frequent, recent = use(times=(0.0, 1.0, 2.0, 3.0)), use(times=(HALF_LIFE_SECONDS,))
+    assert lru(frequent) < lru(recent)
+    assert by_modality(frequent) > by_modality(recent)
+    assert by_modality(frequent) < by_modality(use(times=(3 * HALF_LIFE_SECONDS,)))
 
 
-def test_system_prompts_and_tables_go_last():
+def test_system_prompts_and_tables_are_evicted_last():
     once, twice = use(depth=0, times=(50.0,)), use(depth=0, times=(0.0, 50.0))
     deep = use(depth=PINNED_BLOCKS, times=(0.0, 50.0))
     table = use("table", times=(50.0,))
@@ -102,12 +102,12 @@ def test_the_pool_keeps_the_system_prompt_through_a_flood_of_images():
     assert pool.find(paths(b"sys")) == []
 
 
-def test_a_policy_knows_what_there_is_to_know():
+def test_a_policy_is_called_only_to_evict():
     seen = []
     pool = BlockPool(3, 16, recycling=lambda use: seen.append(use) or 0.0)
     cached_chain(pool, b"ab", modality="video", now=5.0)
     blocks = cached_chain(pool, b"ab", modality="video", now=5.0 + HALF_LIFE_SECONDS)
-    assert not seen  # nothing had to be given up
+    assert not seen  # nothing was evicted
     pool.allocate(2)
     last = 5.0 + HALF_LIFE_SECONDS
     assert seen == [BlockUse(modality="video", depth=depth, last_used=last, uses=1.5) for depth in (1, 0)]
@@ -115,7 +115,8 @@ def test_a_policy_knows_what_there_is_to_know():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("lru", 9.0), ("by_modality", 9.0), (f"{OWN}:deepest", -2.0), (f"{OWN}:Namespace.oldest", 9.0)]
+    ("name", "value"),
+    [("lru", 9.0), ("by_modality", 9.0), (f"{MODULE}:deepest", -2.0), (f"{MODULE}:Namespace.oldest", 9.0)],
 )
 def test_policies_by_name_and_by_path(name, value):
     assert make_recycling(name)(BlockUse(modality="text", depth=2, last_used=9.0, uses=1.0)) == value
@@ -125,28 +126,30 @@ def test_policies_by_name_and_by_path(name, value):
     ("path", "fault"),
     [
         ("tests.memory.nowhere:f", "cannot import tests.memory.nowhere: ModuleNotFoundError"),
-        (f"{OWN}:nowhere", f"{OWN} has no nowhere"),
-        (f"{OWN}:not_a_function", "not_a_function is a int, which cannot be called"),
+        (f"{MODULE}:nowhere", f"{MODULE} has no nowhere"),
+        (f"{MODULE}:not_a_function", "not_a_function is a int, which cannot be called"),
         ("lfu", "expected lru, by_modality or 'package.module:function'"),
         ("", "expected"),
-        (f"{OWN}:", "expected"),
-        (f"{OWN}:deepest()", "expected"),
-        (f"{OWN}:raises", "failed for BlockUse.*KeyError: 'text'"),
-        (f"{OWN}:knows_no_video", "failed for BlockUse.*KeyError: 'video'"),
-        (f"{OWN}:nothing", "must return seconds, a number; got None"),
-        (f"{OWN}:words", "must return seconds, a number; got 'soon'"),
-        (f"{OWN}:no_number", "must return seconds, a number; got nan"),
+        (f"{MODULE}:", "expected"),
+        (f"{MODULE}:deepest()", "expected"),
+        (f"{MODULE}:raises", "failed for BlockUse.*KeyError: 'text'"),
+        (f"{MODULE}:lacks_video", "failed for BlockUse.*KeyError: 'video'"),
+        (f"{MODULE}:nothing", "must return a number of seconds, got None"),
+        (f"{MODULE}:words", "must return a number of seconds, got 'soon'"),
+        (f"{MODULE}:no_number", "must return a number of seconds, got nan"),
     ],
 )
-def test_bad_policies_are_refused_at_start(path, fault):
+def test_an_invalid_policy_is_rejected_when_it_is_made(path, fault):
     with pytest.raises(ValueError, match=fault) as caught:
         make_recycling(path)
     assert path in str(caught.value)
 
 
-def test_a_policy_that_fails_later_is_named():
-    pool = BlockPool(2, 16, recycling=make_recycling(f"{OWN}:fails_when_used_twice"))
+def test_an_error_in_a_policy_contains_its_path():
+    pool = BlockPool(2, 16, recycling=make_recycling(f"{MODULE}:fails_when_used_twice"))
     cached_chain(pool, b"a")
     cached_chain(pool, b"a")
-    with pytest.raises(ValueError, match=f"{OWN}:fails_when_used_twice must return seconds, a number; got 'often'"):
+    with pytest.raises(
+        ValueError, match=f"{MODULE}:fails_when_used_twice must return a number of seconds, got 'often'"
+    ):
         pool.allocate(1)

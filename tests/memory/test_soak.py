@@ -1,5 +1,5 @@
-"""The pool against a plain model of it: shrinkable moves that hypothesis finds, and many random ones.
-`python -m tests.memory.soak` plays a million and more."""
+"""The block pool, compared with a plain model: hypothesis's moves, and many random ones.
+`python -m tests.memory.soak` makes a million or more."""
 
 import pytest
 from hypothesis import settings
@@ -15,16 +15,16 @@ LETTERS = st.binary(min_size=1, max_size=4).map(lambda path: bytes(letter % 5 fo
 
 
 class Pool(RuleBasedStateMachine):
-    """Every move is followed by a thorough check, and every eviction is compared with the policy's definition."""
+    """Moves, each followed by a thorough check; each eviction is compared with the policy's definition."""
 
-    @initialize(blocks=st.integers(2, 14), policy=st.sampled_from(sorted(POLICIES)), careful=st.booleans())
-    def begin(self, blocks, policy, careful):
-        self.player = Player(blocks, policy=policy, careful=careful)
+    @initialize(blocks=st.integers(2, 14), policy=st.sampled_from(sorted(POLICIES)), holds_parents=st.booleans())
+    def begin(self, blocks, policy, holds_parents):
+        self.player = Player(blocks, policy=policy, holds_parents=holds_parents)
 
     def chain(self, number):
         return self.player.chains[number % len(self.player.chains)]
 
-    def someone(self):
+    def has_chains(self):
         return bool(self.player.chains)
 
     @rule(path=LETTERS, register=st.booleans())
@@ -34,27 +34,27 @@ class Pool(RuleBasedStateMachine):
         if register and len(self.player.chains) > before:
             self.player.register(self.player.chains[-1])
 
-    @precondition(someone)
+    @precondition(has_chains)
     @rule(number=st.integers(0, 9))
     def register(self, number):
         self.player.register(self.chain(number))
 
-    @precondition(someone)
+    @precondition(has_chains)
     @rule(number=st.integers(0, 9), count=st.integers(1, 4))
     def grow(self, number, count):
         self.player.grow(self.chain(number), count)
 
-    @precondition(someone)
+    @precondition(has_chains)
     @rule(number=st.integers(0, 9))
     def fork(self, number):
         self.player.fork(self.chain(number))
 
-    @precondition(someone)
+    @precondition(has_chains)
     @rule(number=st.integers(0, 9), keep=st.integers(0, 3))
     def cut(self, number, keep):
         self.player.cut(self.chain(number), keep)
 
-    @precondition(someone)
+    @precondition(has_chains)
     @rule(number=st.integers(0, 9))
     def finish(self, number):
         self.player.finish(self.chain(number))
@@ -83,7 +83,7 @@ TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=
 
 def test_200_000_calls():
     report = soak.soak(200_000, seed=0)
-    # It was no walk in the park.
+    # Each kind of call and event occurred often.
     assert report.calls.total() >= 200_000
     assert min(report.calls[name] for name in ("allocate", "share", "free", "find", "register")) > 5000
     assert report.calls["clear_cache"] > 10
@@ -91,24 +91,24 @@ def test_200_000_calls():
 
 
 def without_children(monkeypatch):
-    """Evicts blocks whoever continues them."""
-    real = BlockPool._let_go
+    """Evicts blocks that have children."""
+    real = BlockPool._drop_hold
 
-    def let_go(self, cached):
+    def drop_hold(self, cached):
         children, cached.children = cached.children, 0
         real(self, cached)
         cached.children = children
 
-    monkeypatch.setattr(BlockPool, "_let_go", let_go)
+    monkeypatch.setattr(BlockPool, "_drop_hold", drop_hold)
 
 
 def with_stale_digests(monkeypatch):
-    """Forgets to forget what a block held."""
+    """Does not unregister evicted blocks."""
     monkeypatch.setattr(BlockPool, "_evict", lambda self: self._free.append(self._leaves.pop().block))
 
 
 def with_a_leak(monkeypatch):
-    """Loses a block now and then."""
+    """Loses a free block now and then."""
     real = BlockPool.free
 
     def free(self, blocks):
@@ -124,7 +124,7 @@ def most_valuable_first(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [without_children, with_stale_digests, with_a_leak, most_valuable_first])
-def test_a_broken_pool_is_found_out(monkeypatch, fault):
+def test_the_soak_detects_a_broken_pool(monkeypatch, fault):
     fault(monkeypatch)
     with pytest.raises((AssertionError, LookupError)):
         soak.soak(200_000, seed=0)

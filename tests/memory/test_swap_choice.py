@@ -1,4 +1,4 @@
-"""The choice between swapping and computing again, against costs computed here."""
+"""The choice between swapping and recomputing, compared with costs computed here."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from omni_jax.memory import swap_choice
 from omni_jax.memory.swap_choice import prefer_swap, swap_seconds
 
 
-def test_the_choice_costs_at_most_a_twentieth_more_than_the_better_one_in_10_000_random_cases():
+def test_the_choice_costs_at_most_5_percent_more_than_the_better_one():
     draw = random.Random(5)
     swapped = 0
     for _ in range(10_000):
@@ -26,22 +26,22 @@ def test_the_choice_costs_at_most_a_twentieth_more_than_the_better_one_in_10_000
             recompute_seconds=again,
             on_disk=on_disk,
         )
-        # The module says: a gigabyte a second from memory, 300 megabytes from disk.
+        # The defaults are 1 GB/s from memory and 300 MB/s from disk.
         swap = blocks * block_bytes * (1 / (out or 1e9) + 1 / (back or (3e8 if on_disk else 1e9)))
         assert (swap if chosen else again) <= 1.05 * min(swap, again)
         swapped += chosen
-    assert 1_000 < swapped < 9_000  # both happen
+    assert 1_000 < swapped < 9_000  # both occur
 
 
-def test_seconds_are_bytes_over_bandwidth_both_ways():
+def test_swap_seconds_are_bytes_over_bandwidth_in_both_directions():
     assert swap_seconds(blocks=10, block_bytes=1000, store_bandwidth=1e4, load_bandwidth=5e3) == pytest.approx(1 + 2)
 
 
-def test_a_way_that_is_behind_it_costs_nothing():
+def test_an_infinite_bandwidth_costs_nothing():
     assert swap_seconds(blocks=10, block_bytes=1000, store_bandwidth=math.inf, load_bandwidth=5e3) == pytest.approx(2)
 
 
-def test_from_disk_another_bandwidth_is_assumed_but_a_measured_one_is_believed():
+def test_the_default_bandwidth_depends_on_on_disk_and_a_measured_one_does_not():
     sizes = {"blocks": 3, "block_bytes": 10**9, "store_bandwidth": math.inf}
     unknown = swap_seconds(**sizes, load_bandwidth=None, on_disk=True)
     assert unknown == pytest.approx(3e9 / swap_choice.DISK_BANDWIDTH)
@@ -51,13 +51,13 @@ def test_from_disk_another_bandwidth_is_assumed_but_a_measured_one_is_believed()
 
 @pytest.mark.parametrize("bandwidth", [0, -1.0, math.nan])
 @pytest.mark.parametrize("name", ["store_bandwidth", "load_bandwidth"])
-def test_bandwidths_that_cannot_be_are_refused(name, bandwidth):
+def test_invalid_bandwidths_are_rejected(name, bandwidth):
     known = {"store_bandwidth": 1.0, "load_bandwidth": 1.0, name: bandwidth}
-    with pytest.raises(ValueError, match=f"{name} must be positive"):
+    with pytest.raises(ValueError, match=f"{name} must be a positive number"):
         swap_seconds(blocks=1, block_bytes=1, **known)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan])
-def test_seconds_that_cannot_be_are_refused(seconds):
+def test_invalid_seconds_are_rejected(seconds):
     with pytest.raises(ValueError, match="recompute_seconds must be at least 0"):
         prefer_swap(blocks=1, block_bytes=1, store_bandwidth=1, load_bandwidth=1, recompute_seconds=seconds)

@@ -1,4 +1,4 @@
-"""The decoder's dense logits against transformers', and weights that must not load."""
+"""The decoder's logits with dense attention against transformers, and checkpoints that must not load."""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ from tests.goldens import make
 pytestmark = pytest.mark.smoke
 
 
-def dense(layer, query, key, value):
-    """Causal attention over one whole sequence: no pages, no tiles."""
+def dense_attention(layer, query, key, value):
+    """Causal attention over one whole sequence, without pages or tiles."""
     tokens, heads, head_dim = query.shape
     key, value = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
     scores = jnp.einsum("qhd,khd->hqk", query, key) * head_dim**-0.5
@@ -34,7 +34,7 @@ def dense_logits(directory, prompts):
 
     @jax.jit
     def logits(leaves, tokens):
-        hidden = weights.decoder.merge(leaves)(tokens, jnp.arange(tokens.shape[0]), dense)
+        hidden = weights.decoder.merge(leaves)(tokens, jnp.arange(tokens.shape[0]), dense_attention)
         return project(hidden, weights.output_matrix, out_in=True)
 
     return [np.asarray(logits(weights.decoder.leaves, jnp.asarray(prompt, jnp.int32))) for prompt in prompts]
@@ -74,7 +74,7 @@ def load(directory):
 def test_ck_01_missing_and_extra_tensors_are_named(tmp_path):
     def change(tensors):
         tensors["model.layers.9.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)  # known, and harmless
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)  # ignored
 
     with pytest.raises(CheckpointError) as error:
         load(edit_tensors(tiny.write_tiny(tmp_path, "llama"), change))
@@ -83,17 +83,17 @@ def test_ck_01_missing_and_extra_tensors_are_named(tmp_path):
     assert "inv_freq" not in str(error.value)
 
 
-def test_wrong_shape_names_both(tmp_path):
+def test_the_error_for_a_wrong_shape_has_both_shapes(tmp_path):
     def change(tensors):
         tensors["model.layers.0.mlp.down_proj.weight"] = np.zeros((64, 100), np.float32)
 
-    with pytest.raises(CheckpointError, match=r"asks for \[64, 128\] .*down_proj.weight \[64, 100\]"):
+    with pytest.raises(CheckpointError, match=r"down_proj.weight has shape \[64, 100\] .* implies \[64, 128\]"):
         load(edit_tensors(tiny.write_tiny(tmp_path, "llama"), change))
 
 
 @pytest.mark.parametrize(("tied", "head"), [(True, "equal"), (True, "different"), (False, "different")])
 def test_ck_03_head_and_tie_flag(tied, head, tmp_path, caplog):
-    """A head that is there is used; one equal to the embedding is the embedding; none is ever random."""
+    """The checkpoint's head is always used; a head equal to the embedding keeps the two tied."""
     directory = tiny.write_tiny(tmp_path, "llama")
     tensors = load_file(directory / "model.safetensors")
     if head == "equal":
@@ -123,12 +123,12 @@ def test_unknown_architecture_lists_the_supported_ones():
 @pytest.mark.parametrize(
     "change", [{"hidden_act": "gelu"}, {"use_sliding_window": True}, {"rope_parameters": {"rope_type": "longrope"}}]
 )
-def test_what_is_not_computed_is_refused(change):
+def test_unsupported_options_are_refused(change):
     with pytest.raises(ValueError, match="not supported"):
         model_config(tiny.config("qwen2") | change)
 
 
-def test_older_rope_spelling_is_the_same():
+def test_rope_config_of_transformers_4_gives_the_same_model():
     new = tiny.config("llama3")
     old = {k: v for k, v in new.items() if k != "rope_parameters"}
     old |= {

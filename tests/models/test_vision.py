@@ -1,5 +1,4 @@
-"""The vision tower against a dense tower in numpy, image by image in the order of the checkpoint's own patches, and the
-properties of the layout."""
+"""The vision tower against a dense tower in numpy that takes one image at a time, and properties of the layout."""
 
 import dataclasses
 import functools
@@ -56,7 +55,7 @@ PIXELS = {"mean": (0.48, 0.46, 0.41), "std": (0.27, 0.26, 0.28), "rescale_factor
 
 
 def checkpoint(config, seed=0):
-    """Random tensors under the names and in the shapes of a checkpoint."""
+    """Random tensors with a checkpoint's names and shapes."""
     rng = np.random.default_rng(seed)
     hidden, wide, middle = config.hidden_size, 4 * config.hidden_size, config.intermediate_size
     shapes = {"patch_embed.proj.weight": (hidden, 3, config.temporal_patch_size, config.patch_size, config.patch_size)}
@@ -80,7 +79,7 @@ def checkpoint(config, seed=0):
 
 
 def dense_tower(tensors, config, grid, patches):
-    """Features of one image, in float64, with masks instead of orders and tiles."""
+    """Features of one image, in float64, with masks instead of a sorted layout and tiles."""
     t = {name.removeprefix("visual."): tensor for name, tensor in tensors.items()}
     rows, columns = grid
     merge, heads, size = config.spatial_merge_size, config.num_heads, config.hidden_size // config.num_heads
@@ -134,7 +133,7 @@ def dense_tower(tensors, config, grid, patches):
 
 
 def modules(config, tensors, dtype=jnp.float32):
-    """The three modules, filled by the weight map: every tensor is used, every parameter is set."""
+    """The tower's modules, filled through the weight map; every tensor is used and every parameter is set."""
     sources, unused = weight_sources(config), set(tensors)
     parts = {"patch_embed.": PatchEmbed(config, dtype), "merger.": Merger(config, dtype)}
     parts |= {f"blocks.{i}.": Block(config, dtype) for i in range(config.depth)}
@@ -162,7 +161,7 @@ def compiled_tower(parts, patches, fields, config):
 
 
 def run_tower(config, parts, grids, images, *, slots=160, filler=0):
-    """Features of all images in the order given, computed in one call of `slots` slots."""
+    """Features of all images in input order, computed in one call of `slots` slots."""
     where = layout(grids, config)
     count = len(where.order)
 
@@ -197,7 +196,7 @@ GRIDS = {
 
 @pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_tower_equals_a_dense_one(family, grids):
+def test_tower_equals_the_dense_tower(family, grids):
     config = CONFIGS[family]
     tensors, images = checkpoint(config), random_images(config, grids)
     got = run_tower(config, modules(config, tensors), grids, images)
@@ -206,7 +205,7 @@ def test_tower_equals_a_dense_one(family, grids):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_images_packed_equal_each_alone(family):
+def test_packed_images_equal_single_images(family):
     config, grids = CONFIGS[family], GRIDS["several"]
     parts, images = modules(config, checkpoint(config)), random_images(config, grids)
     together = run_tower(config, parts, grids, images)
@@ -215,7 +214,7 @@ def test_images_packed_equal_each_alone(family):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_padding_patches_change_nothing(family):
+def test_padding_does_not_change_features(family):
     config, grids = CONFIGS[family], GRIDS["several"]
     parts, images = modules(config, checkpoint(config)), random_images(config, grids)
     zeros, bright = (run_tower(config, parts, grids, images, filler=fill) for fill in (0, 255))
@@ -223,7 +222,7 @@ def test_padding_patches_change_nothing(family):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_bfloat16(family):
+def test_bfloat16_is_close_to_the_dense_tower(family):
     config, grids = CONFIGS[family], GRIDS["several"]
     tensors, images = checkpoint(config), random_images(config, grids)
     rounded = {name: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for name, x in tensors.items()}
@@ -233,7 +232,7 @@ def test_bfloat16(family):
     assert np.abs(got - want).mean() < 0.01 * np.abs(want).mean()
 
 
-def test_a_layer_without_windows_cannot_attend_within_them():
+def test_full_false_without_windows_in_the_batch_is_an_error():
     config = QWEN2
     x, positions, slots = jnp.zeros((4, 32)), jnp.zeros((4, 2), jnp.int32), jnp.zeros((4,), jnp.int32)
     batch = PatchBatch(positions=positions, first=slots, last=slots)
@@ -246,14 +245,14 @@ def test_attends_fully():
     assert attends_fully(QWEN25) == (False, True, False)
 
 
-def test_channels_need_their_mean():
+def test_mean_and_std_need_one_value_per_channel():
     patches = jnp.zeros((4, 3, 2, 4, 4), jnp.uint8)
     with pytest.raises(ValueError, match="3 channels"):
         PatchEmbed(QWEN2, jnp.float32)(patches, mean=(0.5,), std=(0.5,), rescale_factor=1 / 255)
 
 
 def test_layout_by_hand():
-    """Blocks of 2 x 2 patches, windows of 2 x 2 blocks, an image of 2 x 3 blocks and one of a single block:
+    """Merge blocks of 2 x 2 patches, windows of 2 x 2 blocks, an image of 2 x 3 blocks and one of one block:
 
     0 1 | 2      6
     3 4 | 5
@@ -274,10 +273,10 @@ some_grids = st.lists(st.tuples(sides, sides), min_size=1, max_size=4)
 
 @settings(max_examples=60, deadline=None)
 @given(grids=some_grids)
-def test_layout_of_windows(grids):
+def test_layout_sorts_blocks_by_window(grids):
     where = layout(grids, QWEN25)
     image_of, place = [], []
-    for image, (rows, columns) in enumerate(grids):  # the order given: block after block
+    for image, (rows, columns) in enumerate(grids):  # input order: block by block
         for r, c, i, j in itertools.product(range(rows // 2), range(columns // 2), range(2), range(2)):
             image_of.append(image)
             place.append((2 * r + i, 2 * c + j))
@@ -290,7 +289,7 @@ def test_layout_of_windows(grids):
 
     def ranges(*keys):
         runs = [list(run) for _, run in itertools.groupby(range(count), lambda i: tuple(key[i] for key in keys))]
-        assert len(runs) == len(set(zip(*keys, strict=True)))  # a segment is one run
+        assert len(runs) == len(set(zip(*keys, strict=True)))  # each range is contiguous
         return [run[0] for run in runs for _ in run], [run[-1] + 1 for run in runs for _ in run]
 
     images = ranges(image_of.tolist())
@@ -322,11 +321,11 @@ def test_windows_of_the_real_model():
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (0, 4)])
-def test_grid_that_blocks_do_not_fill(grid):
+def test_grid_that_merge_blocks_do_not_fill_is_an_error(grid):
     with pytest.raises(ValueError, match=f"{grid[0]} x {grid[1]} patches.*2 x 2"):
         layout([(4, 4), grid], QWEN2)
 
 
-def test_layout_of_nothing():
+def test_layout_without_grids_is_an_error():
     with pytest.raises(ValueError, match="got none"):
         layout([], QWEN2)

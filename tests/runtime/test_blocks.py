@@ -1,4 +1,4 @@
-"""Blocks copied to the host and back: bit by bit, in the order of the steps, in place, and without compiling."""
+"""Copies of blocks to the host and back are exact, in the order of steps, in place, and compile nothing."""
 
 import dataclasses
 import threading
@@ -19,15 +19,13 @@ COUNTS = (1, 2, 4, 5, 16, 17, 35)
 
 
 def fill(pool, *, seed: int = 0):
-    """Random bytes of the same shapes: every NaN there is, with every payload."""
+    """A pool of random bytes with the same shapes, NaNs with any payload included."""
     rng = np.random.default_rng(seed)
 
     def random(array):
         raw = rng.integers(0, 256, (*array.shape, array.dtype.itemsize), np.uint8)
-        if (
-            array.dtype == jnp.bfloat16
-        ):  # no NaN: XLA for CPU loses their payload, and the engine has no such pool there
-            raw[..., 1] &= 0xBF
+        if array.dtype == jnp.bfloat16:
+            raw[..., 1] &= 0xBF  # no NaN: XLA for CPU loses its payload (and CPU engines have no bfloat16 pool)
         return jax.device_put(raw.view(array.dtype).reshape(array.shape))
 
     return jax.tree.map(random, pool)
@@ -50,7 +48,7 @@ def runner(request):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_is_read_is_every_array_at_that_page(runner, count):
+def test_a_read_returns_the_page_of_every_array(runner, count):
     runner._pool = fill(runner._pool)
     chosen = np.random.default_rng(1).permutation(runner.config.num_pages)[:count].tolist()
     data = runner.read_blocks(chosen).read()
@@ -62,7 +60,7 @@ def test_what_is_read_is_every_array_at_that_page(runner, count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_is_written_is_read_back_and_nothing_else_changes(runner, count):
+def test_a_write_changes_only_its_blocks(runner, count):
     runner._pool = fill(runner._pool, seed=2)
     before = as_bytes(runner._pool)
     order = np.random.default_rng(3).permutation(runner.config.num_pages - 1) + 1
@@ -71,14 +69,14 @@ def test_what_is_written_is_read_back_and_nothing_else_changes(runner, count):
     runner.write_blocks(target, data)
     np.testing.assert_array_equal(runner.read_blocks(target).read(), data)
     np.testing.assert_array_equal(runner.read_blocks(source).read(), data)
-    untouched = np.setdiff1d(np.arange(1, runner.config.num_pages), target)  # page 0 takes the padding
+    untouched = np.setdiff1d(np.arange(1, runner.config.num_pages), target)  # page 0 takes padding
     for now, then in zip(as_bytes(runner._pool), before, strict=True):
         np.testing.assert_array_equal(now[untouched], then[untouched])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.uint16, jnp.int8])
-def test_any_dtype_of_pages_makes_the_round_trip(dtype):
-    """bfloat16 lies as itself on a GPU. Arrays of several widths in one pool travel in words of the narrowest."""
+def test_pages_of_any_dtype_survive_a_round_trip(dtype):
+    """GPUs store bfloat16 as itself. Arrays of several widths in one pool are copied in words of the narrowest."""
     shapes = [jax.ShapeDtypeStruct((9, 2, 4, 8), dtype), jax.ShapeDtypeStruct((9, 2, 4), jnp.float32)]
     pool, empty = fill(tuple(shapes), seed=4), fill(tuple(shapes), seed=5)
     pages, targets = np.asarray([3, 1, 8], np.int32), np.asarray([2, 8, 5], np.int32)
@@ -89,9 +87,9 @@ def test_any_dtype_of_pages_makes_the_round_trip(dtype):
         np.testing.assert_array_equal(now[targets], then[pages])
 
 
-def test_a_read_lies_between_the_steps_before_and_after_it(runner):
-    """Three steps write the same page one after another, each another text, and nothing waits between: each read has
-    what the step before it wrote."""
+def test_a_read_sees_the_steps_before_it_and_not_those_after_it(runner):
+    """Three steps write different texts to the same page without waits; each read returns the text of the step before
+    it."""
     texts = [[7, *range(n, n + 40)] for n in (10, 100, 200)]
     block = [5, 6, 7]
 
@@ -119,8 +117,8 @@ def test_a_read_lies_between_the_steps_before_and_after_it(runner):
             result.read()
 
 
-def test_a_sequence_goes_on_from_blocks_that_were_away(runner):
-    """Swap: out, the pool overwritten, back into other blocks; the next token is the same bit by bit."""
+def test_a_sequence_continues_from_swapped_blocks(runner):
+    """Swap out, overwrite the pool, swap into other blocks: the next token's result is bit-identical."""
     text = prompt(50)
     sequence = make_sequence(text, [1, 2, 3, 4])
     prefill(runner, sequence, 49)
@@ -147,7 +145,7 @@ def test_the_pool_is_written_in_place_and_temporaries_do_not_grow_with_it(runner
         assert once.temp_size_in_bytes == double.temp_size_in_bytes < 4 << 20, key
 
 
-def test_nothing_compiles_when_blocks_move(runner):
+def test_block_operations_compile_nothing(runner):
     compat.count_compilations()
     before = compat.compilations()
     with compat.no_tracing():
@@ -161,12 +159,12 @@ def test_nothing_compiles_when_blocks_move(runner):
     assert compat.compilations() == before
 
 
-def test_programs_exist_only_where_they_are_wanted():
+def test_block_programs_are_compiled_only_if_configured():
     keys = {job.key[0] for job in load_tiny("main").runner.jobs()}
     assert not keys & {"read", "write", "compact"}
 
 
-def test_data_that_does_not_fit_is_refused(runner):
+def test_data_of_another_shape_dtype_or_order_is_refused(runner):
     width = runner.block_bytes
     for wrong in (
         np.zeros((2, width), np.uint8),
@@ -178,7 +176,7 @@ def test_data_that_does_not_fit_is_refused(runner):
             runner.write_blocks([1, 2, 3], wrong)
 
 
-def test_bytes_of_a_block_are_what_the_pool_was_sized_by():
+def test_block_bytes_of_the_runner_and_of_the_sizing_are_equal():
     for runner in runners():
         config = runner.config
         assert runner.block_bytes == block_bytes(

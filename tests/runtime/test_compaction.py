@@ -1,4 +1,4 @@
-"""A sequence that lost rows of its cache goes on as if those columns were masked: rows and positions are two things."""
+"""A sequence that lost cache rows continues as if their columns were masked, at unchanged positions."""
 
 import dataclasses
 
@@ -15,8 +15,7 @@ SINKS, WINDOW = 4, 16
 
 
 class Oracle:
-    """The model without a cache: attention over the whole text, with columns masked for the queries that came after
-    they were dropped."""
+    """The model without a cache: attention over the whole text, with dropped columns masked for all later queries."""
 
     def __init__(self, runner, text, positions=None):
         self.runner, self.text = runner, text
@@ -26,7 +25,7 @@ class Oracle:
         self.visible = np.broadcast_to(np.tril(np.ones((len(text), len(text)), bool)), shape).copy()
 
     def run(self):
-        """Logits [tokens, vocab], and keys of each layer [tokens, kv_heads, head_dim], rotated."""
+        """Logits [tokens, vocab], and the rotated keys of each layer [tokens, kv_heads, head_dim]."""
         decoder, keys = self.runner._weights.decoder, []
 
         def attend(layer, query, key, value):
@@ -45,11 +44,11 @@ class Oracle:
         return jax.tree.map(np.asarray, logits(decoder.leaves, jnp.asarray(self.text), jnp.asarray(self.positions)))
 
     def compact(self, computed: int, keep: int) -> None:
-        """After `computed` tokens, of the columns seen by the last of them `keep` stay."""
+        """After `computed` tokens, keep `keep` of the columns that the last token attends to."""
         for layer, keys in enumerate(self.run()[1]):
             for head in range(keys.shape[1]):
-                seen = np.flatnonzero(self.visible[layer, head, computed - 1])
-                between = seen[SINKS : len(seen) - WINDOW]
+                attended = np.flatnonzero(self.visible[layer, head, computed - 1])
+                between = attended[SINKS : len(attended) - WINDOW]
                 norms = np.linalg.norm(keys[between, head], axis=-1)
                 dropped = between[np.argsort(norms)[keep - SINKS - WINDOW :]]
                 self.drop(computed, dropped, layer, head)
@@ -59,7 +58,7 @@ class Oracle:
 
 
 def check(found, expected):
-    """Results of a step [rows, 2 + 2 * alternatives] against logits [rows, vocab]."""
+    """Compare results of a step [rows, 2 + 2 * alternatives] with logits [rows, vocab]."""
     wanted = np.asarray(jax.nn.log_softmax(expected, axis=-1))
     count = (found.shape[1] - 2) // 2
     ids, logprobs = found[:, 2 : 2 + count], np.ascontiguousarray(found[:, 2 + count :]).view(np.float32)
@@ -74,7 +73,7 @@ def decode(runner, sequence, place, *, admit=False):
 
 
 def compact(runner, sequence, computed, keep, target):
-    """As the scheduler has it: fewer blocks, and the table is written anew with the next row."""
+    """Compact as the scheduler does: fewer blocks, and a new block table with the next row."""
     rows = computed - sequence.dropped
     runner.compact(sequence.blocks, rows, keep, target, sinks=SINKS, window=WINDOW)
     sequence.dropped += rows - keep
@@ -83,8 +82,8 @@ def compact(runner, sequence, computed, keep, target):
 
 @pytest.fixture(params=["main", "qwen2_vl"])
 def case(request):
-    """A runner, a sequence of 150 tokens none of which is computed, and the oracle. The model with M-RoPE has positions
-    that are not the same on its three axes."""
+    """A runner, a sequence of 150 tokens of which none is computed, and the oracle. The model with M-RoPE has different
+    positions on its three axes."""
     runner = block_runner(request.param)
     runner.reset()
     text = prompt(150)
@@ -97,7 +96,7 @@ def case(request):
 
 
 def drop_by_hand(runner, sequence, columns):
-    """Moves rows in the pool on the host, the same for all heads."""
+    """Move rows of the pool on the host, the same ones for all heads."""
     size = runner.config.block_size
     kept = np.setdiff1d(np.arange(len(sequence.blocks) * size), columns)
 
@@ -114,8 +113,8 @@ def drop_by_hand(runner, sequence, columns):
     sequence.dropped += len(columns)
 
 
-def test_kvc_01_positions_count_what_was_dropped(case):
-    """Without the compaction op: rows moved by hand, then decode steps and a chunk."""
+def test_kvc_01_positions_include_dropped_rows(case):
+    """Rows are moved by hand, without the compaction op; then decode steps and a chunk."""
     runner, sequence, oracle = case
     prefill(runner, sequence, 90)
     columns = [*range(3, 30), 41, 55, 56, 71]
@@ -133,7 +132,7 @@ def test_kvc_01_positions_count_what_was_dropped(case):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_kvc_01_decoding_after_compaction_equals_dense_attention_with_the_columns_masked(case, in_place):
-    """Twice, between decode steps: what was kept the first time may be dropped the second time."""
+    """Compacts twice between decode steps; rows kept the first time may be dropped the second time."""
     runner, sequence, oracle = case
     prefill(runner, sequence, 120)
     compact(runner, sequence, 120, 75, sequence.blocks[:6] if in_place else range(20, 26))
@@ -151,8 +150,8 @@ def test_kvc_01_decoding_after_compaction_equals_dense_attention_with_the_column
     assert (kept[0] != kept[1]).any()
 
 
-def test_kvc_02_chunks_after_compaction_see_the_keys_they_should(case):
-    """A chunk whose queries are many and whose cache has fewer rows than it has positions."""
+def test_kvc_02_chunks_after_compaction_attend_to_the_kept_keys(case):
+    """Chunks of several queries, whose cache has fewer rows than positions."""
     runner, sequence, oracle = case
     prefill(runner, sequence, 80)
     compact(runner, sequence, 80, 30, sequence.blocks[:2])
@@ -166,7 +165,7 @@ def test_kvc_02_chunks_after_compaction_see_the_keys_they_should(case):
     check(np.array(sampled)[:1], logits[149:])
 
 
-def test_kvc_02_keeping_all_changes_no_bit(case):
+def test_kvc_02_keeping_all_rows_changes_no_bit(case):
     runner, sequence, _ = case
     prefill(runner, sequence, 100)
     wanted = decode(runner, sequence, 100)
@@ -175,8 +174,8 @@ def test_kvc_02_keeping_all_changes_no_bit(case):
     np.testing.assert_array_equal(decode(runner, sequence, 100, admit=True), wanted)
 
 
-def test_a_moved_row_gets_its_table_and_keeps_its_history():
-    """The history on the device is ahead of the host by the token in flight: it must not be built anew."""
+def test_a_moved_row_gets_a_new_table_and_keeps_its_history():
+    """The history on the device includes the token in flight, which the host does not know: it must not be rebuilt."""
     runner = block_runner("main")
     runner.reset()
     sequence = make_sequence(prompt(60), [1, 2, 3, 4])
@@ -195,8 +194,8 @@ def test_a_moved_row_gets_its_table_and_keeps_its_history():
     assert np.asarray(runner._tables[0, :3]).tolist() == [7, 8, 0]
 
 
-def test_compaction_and_steps_run_in_the_order_of_their_dispatch():
-    """A step before and a step behind it, and nobody waits: the same as with waiting."""
+def test_compaction_and_steps_run_in_the_order_of_dispatch():
+    """A step before and a step after a compaction give the same result with and without waits."""
     runner = block_runner("main")
 
     def once(wait):
@@ -220,13 +219,13 @@ def test_compaction_and_steps_run_in_the_order_of_their_dispatch():
 @pytest.mark.parametrize(
     ("source", "rows", "keep", "target", "sinks", "window"),
     [
-        ([1, 2], 33, 20, [1, 2], 4, 8),  # the rows do not fit their blocks
-        ([1, 2], 32, 20, [1], 4, 8),  # nor those to keep theirs
-        ([1, 2], 20, 21, [1, 2], 4, 8),  # more than there are
-        ([1, 2], 20, 11, [1], 4, 8),  # sinks and window alone are more
+        ([1, 2], 33, 20, [1, 2], 4, 8),  # rows do not fit the source blocks
+        ([1, 2], 32, 20, [1], 4, 8),  # kept rows do not fit the target blocks
+        ([1, 2], 20, 21, [1, 2], 4, 8),  # more rows to keep than there are
+        ([1, 2], 20, 11, [1], 4, 8),  # fewer rows to keep than sinks and window
         ([1, 2], 20, 0, [1], 0, 0),
     ],
 )
-def test_what_cannot_be_kept_is_refused(source, rows, keep, target, sinks, window):
+def test_impossible_compactions_are_refused(source, rows, keep, target, sinks, window):
     with pytest.raises(ValueError, match=rf"compaction from {rows} rows in 2 blocks of 16 to {keep} in {len(target)}"):
         block_runner("main").compact(source, rows, keep, target, sinks=sinks, window=window)

@@ -1,4 +1,4 @@
-"""A step in words: by hand, and against what the runner packs for the device."""
+"""Descriptions of steps match an example and what the runner packs for the device."""
 
 import re
 
@@ -8,7 +8,7 @@ from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
 from omni_jax.runtime.debug import describe
 from omni_jax.scheduling import Row, StepPlan
-from tests.engine.test_vision import asked
+from tests.engine.test_vision import vision_request
 from tests.engines import greedy, load_tiny, make_engine, request
 
 
@@ -22,7 +22,7 @@ def sequence_of(name: str, length: int, **fields) -> Sequence:
     return Sequence(request=item, index=0, order=(0, 0), max_output=9, known=list(item.prompt_ids))
 
 
-def test_a_step_reads_like_this():
+def test_description_of_an_example_step():
     segments = [
         Segment(start=0, stop=130, modality="text", label="sentence 1"),
         Segment(start=130, stop=150, modality="table", label="table 1"),
@@ -40,23 +40,23 @@ def test_a_step_reads_like_this():
     )
     assert describe(plan).splitlines() == [
         "step: mixed, 2 rows, 33 tokens in a bucket of 64",
-        "r7[0]: tokens 120..151 of a prompt of 200; places 0..31; slot 3, new to its slot",
+        "r7[0]: tokens 120..151 (prompt 200, output 0); places 0..31; slot 3, new in slot",
         "  input ids  1120 1121 1122 1123 ... 24 more ... 1148 1149 1150 1151",
         "  segments   0 (text 'sentence 1'): 120..129; 1 (table 'table 1'): 130..149; 2 (text): 150..151",
         "  positions  120..151",
-        "  sees       tokens 120..151 of r7[0] see 0..151: the first of them 0..120, each next one more",
+        "  keys       0..120 for token 120, to 0..151 for token 151",
         "  blocks     4 9 (2)",
-        "r8[0]: token 5 of a prompt of 3, 2 of output; places 32; slot 3, samples",
+        "r8[0]: token 5 (prompt 3, output 2); places 32; slot 3, samples",
         "  input ids  (on the device)",
         "  segments   1 (output): 5",
         "  positions  5",
-        "  sees       token 5 of r8[0] sees 0..5, but for 2 that compression dropped",
+        "  keys       0..5, without 2 that compression dropped",
         "  blocks     5 (1)",
-        "padding: places 33..63; what they write goes to page 0, which no sequence has",
+        "padding: places 33..63; written to page 0, which no sequence holds",
     ]
 
 
-def test_positions_of_a_image_are_runs_and_follow_it_in_the_output():
+def test_positions_of_an_image_and_the_output_after_it_are_runs():
     positions = np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]], np.int32)
     sequence = sequence_of("r", 6, positions=positions)
     sequence.known += [5]
@@ -66,34 +66,34 @@ def test_positions_of_a_image_are_runs_and_follow_it_in_the_output():
     assert line == ("(time, height, width) (0, 0, 0)..(1, 1, 1); (1, 1, 2); (1, 2, 1); (1, 2, 2); (3, 3, 3)..(4, 4, 4)")
 
 
-def test_what_it_says_is_what_is_packed():
-    """Ids, places, positions and lengths, of every step of real requests: chunks, decoding, an image."""
+def test_descriptions_match_what_is_packed():
+    """Ids, places, positions and lengths of every step of real requests: chunks, decode steps, an image."""
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded)
-    runner, packed, told = engine._runner, [], []
+    runner, packed, described = engine._runner, [], []
     pack, dispatch = runner._pack_body, runner.dispatch
 
     def packing(key, plan):
         buffer = pack(key, plan)
-        width = plan.size if plan.decode else runner.shapes.rows
-        packed.append({k: v.copy() for k, v in runner.shapes.body_layout(plan.size, width).views(buffer).items()})
+        width = plan.size if plan.decode else runner.sizes.rows
+        packed.append({k: v.copy() for k, v in runner.sizes.body_layout(plan.size, width).views(buffer).items()})
         return buffer
 
     def dispatching(plan):
-        told.append(describe(plan))
+        described.append(describe(plan))
         return dispatch(plan)
 
     runner._pack_body, runner.dispatch = packing, dispatching
     try:
-        for item in (asked(loaded, "one_image"), request("t", 90, greedy(max_tokens=5))):
+        for item in (vision_request(loaded, "one_image"), request("t", 90, greedy(max_tokens=5))):
             engine.add(item)
         while engine.has_work:
             engine.step()
     finally:
         del runner._pack_body, runner.dispatch
-    assert len(told) == len(packed) > 5
+    assert len(described) == len(packed) > 5
     rows = on_device = images = 0
-    for text, fields in zip(told, packed, strict=True):
+    for text, fields in zip(described, packed, strict=True):
         for n, block in enumerate(re.split(r"\n(?=\S)", text)[1:]):
             if block.startswith("padding"):
                 assert (fields["tokens"][int(re.search(r"places (\d+)", block)[1]) :] == 0).all()
@@ -113,7 +113,8 @@ def test_what_it_says_is_what_is_packed():
                 assert ids[: len(head)] == head
                 assert ids[len(ids) - len(tail) :] == tail
             assert fields["row_slot"][n] == int(re.search(r"slot (\d+)", block)[1])
-            assert fields["kv_len"][n] - 1 == int(re.search(r"sees? 0\.\.(\d+)", block)[1])
+            keys = re.search(r"keys       (.*)", block)[1]
+            assert fields["kv_len"][n] - 1 == int(re.findall(r"0\.\.(\d+)", keys)[-1])
             runs = re.search(r"positions  (.*)", block)[1]
             triples = [[int(x) for x in found] for found in re.findall(r"\((\d+), (\d+), (\d+)\)", runs)]
             if triples:

@@ -1,4 +1,4 @@
-"""Only what was compiled ahead of time runs, and what is wrong with a call is said by name."""
+"""Jobs are compiled ahead of time, and wrong calls raise errors that name the executable."""
 
 import threading
 
@@ -29,7 +29,7 @@ def test_every_job_is_compiled_and_reported():
     assert all(executable.seconds > 0 for executable in executables.values())
 
 
-def test_a_wrong_shape_names_the_executable():
+def test_error_for_a_wrong_shape_names_the_executable():
     executable = compile_all([job(("decode", 8), lambda x: x + 1, (8,))])["decode", 8]
     for wrong in (np.ones(9, np.float32), np.ones(8, np.int32), np.ones((8, 1), np.float32)):
         with pytest.raises(TypeError, match=r"\('decode', 8\) was called with other shapes"):
@@ -38,14 +38,14 @@ def test_a_wrong_shape_names_the_executable():
         executable()
 
 
-def test_an_engines_executable_called_with_a_wrong_shape_names_its_key():
+def test_error_for_a_wrong_shape_names_an_engines_executable():
     main = load_tiny("main")
-    buffer, _ = main.runner.shapes.admit_layout().fresh()
+    buffer, _ = main.runner.sizes.admit_layout().fresh()
     with pytest.raises(TypeError, match=r"executable \('admit',\)"):
         main.runner._executables["admit",](main.runner._slots, main.runner._tables, buffer[:-1])
 
 
-def test_a_job_that_cannot_be_compiled_ends_the_start():
+def test_a_job_that_cannot_be_compiled_raises_and_ends_all_threads():
     def broken(x):
         raise ValueError("no such kernel")
 
@@ -55,7 +55,7 @@ def test_a_job_that_cannot_be_compiled_ends_the_start():
     assert threading.active_count() == threads
 
 
-def test_donated_arguments_are_gone_after_the_call():
+def test_donated_arguments_are_deleted_by_the_call():
     executable = compile_all([job(("add",), lambda x, y: x + y, (64,), (64,), donate=(0,))])["add",]
     first, second = jax.device_put(np.ones(64, np.float32)), jax.device_put(np.ones(64, np.float32))
     executable(first, second)

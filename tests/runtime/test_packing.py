@@ -1,4 +1,4 @@
-"""One buffer for many fields, and why buffers are handed out in turn."""
+"""Packed buffers of many fields, and the ring that keeps them from being refilled too early."""
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ LAYOUT = Layout(
 
 
 def aligned(count: int) -> np.ndarray:
-    """int32 zeros that begin at a multiple of 64 bytes."""
+    """int32 zeros aligned to 64 bytes."""
     raw = np.zeros(count * 4 + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + count * 4].view(np.int32)
 
 
-def test_what_is_packed_is_unpacked_bit_for_bit():
+def test_unpacked_fields_equal_packed_fields_bit_for_bit():
     buffer, field = LAYOUT.fresh()
     assert buffer.shape == (LAYOUT.size,) == LAYOUT.abstract().shape == (1 + 2 + 6 + 37,)
     field["slot"][...] = -5
@@ -40,7 +40,7 @@ def test_what_is_packed_is_unpacked_bit_for_bit():
         assert (value.shape, value.dtype) == LAYOUT.fields[name]
 
 
-def test_a_ring_hands_out_another_buffer_each_time():
+def test_a_ring_returns_its_buffers_in_turn():
     ring = Ring(LAYOUT)
     taken = [ring.take() for _ in range(2 * RING)]
     buffers = [buffer for buffer, _ in taken]
@@ -52,10 +52,9 @@ def test_a_ring_hands_out_another_buffer_each_time():
         assert (buffer[-37:] == 9).all()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only a CPU can read the host's own buffer")
-def test_jax_aliases_an_aligned_buffer_so_refilling_it_early_corrupts_a_step():
-    """The fault the ring is there for (decision 2), and its cure: three steps are packed before any of them has run,
-    into one buffer and into three."""
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only a CPU can alias the host's buffer")
+def test_refilling_an_aliased_buffer_early_corrupts_a_step_and_a_ring_prevents_it():
+    """Packs three steps before any of them runs, into one buffer and into three (decision 2)."""
     compiled = jax.jit(lambda gate, packed: packed + gate.astype(jnp.int32)).lower(
         jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((4096,), jnp.int32)
     )
@@ -65,7 +64,7 @@ def test_jax_aliases_an_aligned_buffer_so_refilling_it_early_corrupts_a_step():
     ones = np.ones((128, 128), np.float32)
 
     def run(buffers):
-        """What is in the results of three steps that wait for the same slow one."""
+        """Values in the results of three steps that wait for the same slow step."""
         gate = gate_of(ones)
         results = []
         for i in range(3):
@@ -75,5 +74,5 @@ def test_jax_aliases_an_aligned_buffer_so_refilling_it_early_corrupts_a_step():
         return [np.unique(np.asarray(result)).tolist() for result in results]
 
     assert run([aligned(4096) for _ in range(3)]) == [[1], [2], [3]]
-    # Several tries, for on a busy machine the slow step may be done before the host goes on.
-    assert any(run([aligned(4096)]) != [[1], [2], [3]] for _ in range(20)), "JAX no longer aliases: the ring could go"
+    # Several tries, because on a busy machine the slow step may finish before the host continues.
+    assert any(run([aligned(4096)]) != [[1], [2], [3]] for _ in range(20)), "JAX no longer aliases: no ring is needed"

@@ -1,4 +1,4 @@
-"""The compiled step on the paged cache: in place, blind to what was never written, the same row in any company."""
+"""Compiled steps update the pool in place, never use unwritten slots, and compute each row independently."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def pool_bytes(runner) -> int:
 
 
 def test_the_pool_is_updated_in_place_and_temporaries_do_not_grow_with_it(loaded):
-    """Alias bytes alone do not see it when XLA converts the whole pool around every scatter (decision 8)."""
+    """Alias bytes alone would not reveal that XLA converts the whole pool around every scatter (decision 8)."""
     runner = loaded.runner
     config = dataclasses.replace(runner.config, num_pages=2 * runner.config.num_pages)
     larger = Runner(runner._model, runner._weights, config, runner.mesh)
@@ -48,7 +48,7 @@ def test_the_pool_is_updated_in_place_and_temporaries_do_not_grow_with_it(loaded
         assert memory(executable).temp_size_in_bytes < 64 * MIB, key
 
 
-def test_the_heads_state_is_updated_in_place(loaded):
+def test_state_of_heads_is_updated_in_place(loaded):
     runner = loaded.runner
     for key, executable in runner._executables.items():
         if key[0] == "head":
@@ -59,13 +59,13 @@ def test_the_heads_state_is_updated_in_place(loaded):
             assert memory(executable).alias_size_in_bytes == slots + runner._tables.nbytes
 
 
-def test_a_bfloat16_pool_lies_as_uint16_on_a_cpu():
+def test_a_bfloat16_pool_is_stored_as_uint16_on_a_cpu():
     assert {array.dtype for array in load_tiny("bfloat16").runner._pool} == {np.dtype(np.uint16)}
     assert {array.dtype for array in load_tiny("main").runner._pool} == {np.dtype(np.float32)}
 
 
 def test_kv_01_a_pool_full_of_nan_changes_nothing(loaded):
-    """What was never written is never read, in the last page of a row, in page 0, and past the end of a table."""
+    """Unwritten slots are never used: in the last page of a row, in page 0, and past the end of a table."""
     items = [request(str(n), n, greedy(max_tokens=20, logprobs=1, prompt_logprobs=1)) for n in (1, 2, 15, 16, 17, 150)]
     clean = run(make_engine(loaded), *items)
     engine = make_engine(loaded)
@@ -80,7 +80,7 @@ def test_kv_01_a_pool_full_of_nan_changes_nothing(loaded):
     assert run(engine, *items) == clean
 
 
-def test_kv_01_blocks_left_full_of_nan_by_others_change_nothing(loaded):
+def test_kv_01_reused_blocks_change_nothing(loaded):
     items = [request(str(n), n, greedy(max_tokens=20, logprobs=1)) for n in (5, 40)]
     clean = run(make_engine(loaded, num_blocks=8, max_model_len=7 * 16), *items)
     engine = make_engine(loaded, num_blocks=8, max_model_len=7 * 16)
@@ -94,7 +94,7 @@ def test_kv_01_blocks_left_full_of_nan_by_others_change_nothing(loaded):
     ids=["greedy", "sample", "full"],
 )
 def test_forced_tokens_are_taken_scored_and_continued(params):
-    """The same as a prompt that ends with them: their logprobs, and what follows. Others in the step do not change."""
+    """Forced tokens get the same logprobs and continuation as in the prompt. Other rows of the step do not change."""
     loaded, forced = load_tiny("main"), (5, 300, 17, 17, 511, 7)
     prompt = tiny.prompt(20)
     wanted = alone(loaded, request("p", [*prompt, *forced], greedy(max_tokens=9, logprobs=1, prompt_logprobs=1)))
@@ -115,7 +115,7 @@ def test_forced_tokens_are_taken_scored_and_continued(params):
 
 
 def sequences(runner, count: int, length: int) -> list[Sequence]:
-    """Sequences with a slot and blocks of their own, all but their last token computed."""
+    """Sequences with their own slots and blocks, computed except for the last token."""
     blocks = -(-length // runner.config.block_size)
     found = []
     for i in range(count):
@@ -149,7 +149,7 @@ def decode(runner, chosen: list[Sequence], size: int) -> np.ndarray:
     return np.array(sampled[: len(rows)])
 
 
-def test_bfloat16_rows_are_bit_equal_in_decode_buckets_of_2_and_8():
+def test_bfloat16_rows_are_bit_identical_in_decode_buckets_of_2_and_8():
     runner = load_tiny("bfloat16").runner
     runner.reset()
     batch = sequences(runner, 8, 50)
@@ -172,8 +172,8 @@ def test_float32_rows_agree_in_decode_buckets_of_1_and_8():
         assert single[1:2].view(np.float32) == pytest.approx(whole[i, 1:2].view(np.float32), abs=1e-5)
 
 
-def test_rows_of_a_step_do_not_see_each_other(loaded):
-    """A row's neighbours may be other sequences or padding, and the row may stand anywhere."""
+def test_rows_of_a_step_do_not_affect_each_other(loaded):
+    """A row's result depends neither on its place nor on its neighbours, sequences or padding."""
     runner = loaded.runner
     runner.reset()
     batch = sequences(runner, 8, 50)

@@ -1,4 +1,4 @@
-"""Sampling against numpy, which sorts. Uniform numbers are swept instead of drawn, so that frequencies are exact."""
+"""Sampling agrees with numpy, which sorts. Uniform numbers are swept instead of drawn, so frequencies are exact."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from omni_jax.runtime import sampling
-from omni_jax.runtime.functions import StepShapes, rebuild_history
+from omni_jax.runtime.functions import StepSizes, rebuild_history
 
 pytestmark = pytest.mark.smoke
 
@@ -19,7 +19,7 @@ _uniforms = jax.jit(sampling.uniforms)
 
 
 def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=UNIFORM):
-    """Tokens of SWEEP rows; scalars and one row of logits stand for all of them."""
+    """Tokens of SWEEP rows; scalars and a single row of logits are broadcast to all rows."""
 
     def rows(value, dtype):
         return np.broadcast_to(np.asarray(value, dtype), (SWEEP,))
@@ -37,7 +37,7 @@ def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=UNIFORM
 
 
 def probabilities(logits, temperature, top_k, top_p, min_p):
-    """The documented distribution, by sorting: temperature, top_k, top_p, min_p; ties of the last one kept stay."""
+    """The documented distribution by sorting: temperature, top_k, top_p, min_p; ties with the last kept token stay."""
     scaled = np.asarray(logits, np.float64) / temperature
     likelihood = np.exp(scaled - scaled.max())
     if 0 < top_k < VOCAB:
@@ -45,7 +45,7 @@ def probabilities(logits, temperature, top_k, top_p, min_p):
     if top_p < 1.0:
         best_first = np.sort(likelihood)[::-1]
         mass, goal = best_first.cumsum(), top_p * best_first.sum()
-        assert np.abs(mass - goal).min() > 1e-5 * goal, "a case on the edge: rounding decides, choose another"
+        assert np.abs(mass - goal).min() > 1e-5 * goal, "rounding decides this case: choose another one"
         likelihood[likelihood < best_first[np.argmax(mass >= goal)]] = 0.0
     likelihood[likelihood < min_p] = 0.0
     return likelihood / likelihood.sum()
@@ -53,7 +53,7 @@ def probabilities(logits, temperature, top_k, top_p, min_p):
 
 def random_logits(kind: str) -> np.ndarray:
     random = np.random.default_rng(sum(map(ord, kind)))
-    if kind == "flat":  # the cut-offs reach far past the 20 most likely
+    if kind == "flat":  # cut-offs are far beyond the 20 most likely tokens
         return random.uniform(0, 2, VOCAB)
     if kind == "peaked":
         return random.normal(0, 4, VOCAB)
@@ -88,11 +88,11 @@ def test_cut_offs_keep_the_documented_tokens_with_their_probabilities(cut_offs, 
     expected = probabilities(logits, *cut_offs)
     tokens = draw(logits, *cut_offs)
     counts = np.bincount(tokens, minlength=VOCAB)
-    assert not counts[expected == 0].any(), "a token was drawn that is cut off"
+    assert not counts[expected == 0].any(), "a cut-off token was drawn"
     np.testing.assert_allclose(counts, SWEEP * expected, atol=2.0)
 
 
-def test_ties_of_the_last_token_kept_are_kept_too():
+def test_ties_with_the_last_kept_token_are_kept():
     logits = np.full(VOCAB, -5.0)
     logits[[3, 130, 131, 299]] = [2.0, 1.0, 1.0, 1.0]
     assert set(draw(logits, top_k=2)) == {3, 130, 131, 299}
@@ -100,7 +100,7 @@ def test_ties_of_the_last_token_kept_are_kept_too():
     assert set(draw(np.zeros(VOCAB), top_k=1)) == set(range(VOCAB))
 
 
-def test_api_09_rows_of_a_mixed_batch_are_what_they_are_alone():
+def test_api_09_rows_do_not_depend_on_the_batch():
     cases = [(kind, cut) for kind in ("flat", "peaked", "ties") for cut in [(0.0, 0, 1.0, 0.0), *CUT_OFFS]]
     logits = np.stack([random_logits(cases[i % len(cases)][0]) for i in range(SWEEP)])
     columns = np.array([cases[i % len(cases)][1] for i in range(SWEEP)])
@@ -127,20 +127,20 @@ def test_greedy_takes_the_first_of_equal_tokens():
 @pytest.mark.parametrize("uniform", [0.0, np.nextafter(np.float32(1), np.float32(0))])
 def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_kept_token(uniform):
     logits = np.full(VOCAB, -np.inf)
-    logits[[130, 140, 250]] = [0.0, 1.0, -30.0]  # the last weighs less than a rounding error of the sum
+    logits[[130, 140, 250]] = [0.0, 1.0, -30.0]  # the last weight is below the rounding error of the sum
     tokens = set(draw(logits, uniform=uniform, top_k=2))
     assert tokens == {130 if uniform == 0 else 140}
     assert set(draw(logits, uniform=uniform)) <= {130, 140, 250}
 
 
-def test_smp_04_rows_that_are_not_numbers_leave_the_others_alone():
+def test_smp_04_rows_with_nan_or_infinity_do_not_affect_others():
     logits = np.tile(random_logits("flat"), (SWEEP, 1))
     whole = draw(logits, top_k=30, top_p=0.902)
     logits[1], logits[2], logits[3, 5], logits[4] = np.nan, -np.inf, np.nan, np.inf
     spoilt = draw(logits, top_k=30, top_p=0.902)
     np.testing.assert_array_equal(spoilt[5:], whole[5:])
     assert spoilt[0] == whole[0]
-    assert spoilt[1:5].tolist() == [-1] * 4, "never an id outside the vocabulary"
+    assert spoilt[1:5].tolist() == [-1] * 4
     assert set(draw(logits, temperature=0.0)[1:5]) == {-1}
 
 
@@ -163,7 +163,7 @@ def test_uniform_depends_on_key_and_position_and_nothing_else():
 
 @pytest.mark.parametrize("along", ["positions", "keys"])
 def test_uniforms_are_uniform(along):
-    """Chi-square over 32 bins; fixed keys, so the numbers are always the same. 1 in 1,000 exceeds 61.1 by chance."""
+    """Chi-square over 32 bins with fixed keys, so deterministic. By chance, 1 in 1,000 exceeds 61.1."""
     if along == "positions":
         some, positions = np.repeat(keys(1), 4096, axis=0), np.arange(4096, dtype=np.int32)
     else:
@@ -180,7 +180,7 @@ def test_uniforms_are_uniform(along):
 
 
 def test_smp_02_penalties_count_prompt_and_output_as_documented():
-    """repetition: prompt and output; presence and frequency: output alone; each row its own."""
+    """Repetition counts prompt and output, presence and frequency only the output; each row has its own penalties."""
     random = np.random.default_rng(0)
     prompts = [[4, 4, 9], [0], [7, 8, 9, 10, 11, 12]]
     outputs = [[9, 5, 5, 5], [], [7, 40, 40]]
@@ -198,13 +198,13 @@ def test_smp_02_penalties_count_prompt_and_output_as_documented():
                 expected[row, token] *= 1 / factor if logits[row, token] > 0 else factor
             expected[row, token] -= frequency[row] * times + presence[row] * (times > 0)
 
-    shapes = StepShapes(rows=2, slots=4, pages_per_row=2, block_size=8, vocab_size=50)
-    rebuild = jax.jit(rebuild_history(shapes))
-    history = np.full((4, 50), 99, np.int32)  # what the slots' former owners left there
+    sizes = StepSizes(rows=2, slots=4, pages_per_row=2, block_size=8, vocab_size=50)
+    rebuild = jax.jit(rebuild_history(sizes))
+    history = np.full((4, 50), 99, np.int32)  # left over from earlier sequences
     for row in range(3):
-        buffer, field = shapes.history_layout().fresh()
+        buffer, field = sizes.history_layout().fresh()
         known = prompts[row] + outputs[row]
-        field["tokens"][:] = 3  # and in the buffer
+        field["tokens"][:] = 3  # left over in the buffer
         field["slot"][...], field["prompt"][...], field["known"][...] = row, len(prompts[row]), len(known)
         field["tokens"][: len(known)] = known
         history = rebuild(history, buffer)
@@ -213,9 +213,9 @@ def test_smp_02_penalties_count_prompt_and_output_as_documented():
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_bias_is_added_and_stop_tokens_are_impossible_where_suppressed():
+def test_bias_is_added_and_stop_tokens_are_suppressed():
     logits = np.random.default_rng(1).normal(0, 1, (2, 50)).astype(np.float32)
-    none = 50  # unused places
+    none = 50  # padding
     ids = np.array([[3, 49, none], [none, none, none]], np.int32)
     values = np.array([[100.0, -100.0, 7.0], [5.0, 5.0, 5.0]], np.float32)
     stops = np.array([[0, 3], [0, 1]], np.int32)
@@ -230,14 +230,14 @@ def test_bias_is_added_and_stop_tokens_are_impossible_where_suppressed():
 
 
 def _neutral(rows):
-    """top_k, top_p, min_p and a uniform that falls on the first token kept."""
+    """top_k, top_p, min_p without effect, and a uniform number that draws the first token."""
     return jnp.zeros(rows, jnp.int32), jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows)
 
 
 @pytest.mark.parametrize("numbers", [300, 20 * 256, 20 * 256 + 1, 9_999])
 @pytest.mark.parametrize("kind", ["distinct", "ties", "few finite", "all equal", "not a number"])
-def test_top_k_by_chunks_is_top_k(numbers, kind):
-    """The one for GPUs gives what lax.top_k does, the order of equal ones included."""
+def test_top_k_by_chunks_equals_top_k(numbers, kind):
+    """The top-k for GPUs returns the same as lax.top_k, the order of ties included."""
     rng = np.random.default_rng(numbers)
     values = rng.normal(size=(6, numbers)).astype(np.float32)
     if kind == "ties":
@@ -253,7 +253,7 @@ def test_top_k_by_chunks_is_top_k(numbers, kind):
         np.testing.assert_array_equal(mine, expected)
 
 
-def test_most_likely_is_sorted_and_takes_the_first_of_equals():
+def test_most_likely_is_sorted_with_ties_by_lower_id():
     logits = np.random.default_rng(2).normal(0, 1, (3, VOCAB)).astype(np.float32).round(1)
     values, ids = jax.jit(lambda x: sampling.most_likely(x, 20))(logits)
     order = np.argsort(-logits, axis=-1, kind="stable")[:, :20]

@@ -1,4 +1,4 @@
-"""The pool's arrays and their bytes."""
+"""Shapes, dtypes and bytes of the pool's arrays."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def pool(model, **changes):
     return abstract_pool(model, **given)
 
 
-def test_an_int8_pool_lies_as_int8_on_a_cpu_with_its_scales():
+def test_an_int8_pool_is_stored_as_int8_with_scales_on_a_cpu():
     model = config()
     pages = pool(model, kv_cache_dtype="int8")
     assert len(pages) == 2 * model.num_hidden_layers
@@ -36,12 +36,12 @@ def test_an_int8_pool_lies_as_int8_on_a_cpu_with_its_scales():
     assert {(page.scales.shape, page.scales.dtype) for page in pages} == {(shape[:3], jnp.dtype(jnp.float32))}
 
 
-def test_every_array_of_a_pool_has_the_pages_first():
+def test_the_first_axis_of_every_array_is_pages():
     for kind in ("auto", "int8"):
         assert {array.shape[0] for array in jax.tree.leaves(pool(config(), kv_cache_dtype=kind))} == {6}
 
 
-def test_auto_keeps_what_the_model_computes():
+def test_auto_stores_the_models_dtype():
     assert {array.dtype for array in pool(config())} == {jnp.dtype(jnp.uint16)}
     assert {array.dtype for array in pool(config(), platform="gpu")} == {BF16}
     assert {array.dtype for array in pool(config(), dtype=jnp.float32)} == {jnp.dtype(jnp.float32)}
@@ -49,7 +49,7 @@ def test_auto_keeps_what_the_model_computes():
 
 @pytest.mark.parametrize("kind", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_bytes_of_a_block_are_those_of_the_arrays(kind, dtype):
+def test_block_bytes_match_the_arrays(kind, dtype):
     model = config()
     arrays = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), pool(model, dtype=dtype, kv_cache_dtype=kind))
     held = sum(array.nbytes for array in jax.tree.leaves(arrays))
@@ -57,7 +57,7 @@ def test_the_bytes_of_a_block_are_those_of_the_arrays(kind, dtype):
 
 
 @pytest.mark.parametrize(("head_dim", "share"), [(64, 0.531), (128, 0.516)])
-def test_int8_takes_little_more_than_half_of_bfloat16_scales_included(head_dim, share):
+def test_int8_with_scales_takes_little_more_than_half_of_bfloat16(head_dim, share):
     model = config(head_dim)
     int8, bfloat16 = (block_bytes(model, block_size=32, dtype=BF16, kv_cache_dtype=k) for k in ("int8", "auto"))
     assert bfloat16 == 2 * model.num_hidden_layers * 32 * model.num_key_value_heads * head_dim * 2
@@ -65,6 +65,6 @@ def test_int8_takes_little_more_than_half_of_bfloat16_scales_included(head_dim, 
     assert int8 / bfloat16 <= 0.54
 
 
-def test_another_dtype_is_refused():
-    with pytest.raises(ValueError, match="kv_cache_dtype 'fp8'"):
+def test_an_unknown_kv_cache_dtype_is_refused():
+    with pytest.raises(ValueError, match=r"kv_cache_dtype must be .* got 'fp8'"):
         pool(config(), kv_cache_dtype="fp8")

@@ -1,4 +1,4 @@
-"""Runners that can copy and compact blocks, and sequences whose rows a test plans by hand."""
+"""Runners that can copy and compact blocks, and helpers to plan rows by hand."""
 
 import dataclasses
 import functools
@@ -15,8 +15,7 @@ from tests.engines import greedy, load_tiny, request
 
 @functools.cache
 def block_runner(name: str, **changes) -> Runner:
-    """That of load_tiny(name), with programs for blocks added. `changes` are of RunnerConfig; if there are any, only
-    mixed steps are compiled again."""
+    """The runner of load_tiny(name) with block programs added. `changes` to RunnerConfig recompile mixed steps only."""
     shared = load_tiny(name).runner
     config = dataclasses.replace(shared.config, swap=True, compression=True, **changes)
     runner = Runner(shared._model, shared._weights, config, shared.mesh)
@@ -58,10 +57,10 @@ def mixed(*rows: Row, size: int = 64) -> StepPlan:
 
 
 def prefill(runner: Runner, sequence: Sequence, count: int) -> None:
-    """Computes the first `count` tokens, in chunks."""
-    most = runner.config.buckets.mixed[-1]
-    for start in range(0, count, most):
-        runner.dispatch(mixed(make_row(sequence, start, min(most, count - start), admit=start == 0))).read()
+    """Compute the first `count` tokens in chunks."""
+    chunk = runner.config.buckets.mixed[-1]
+    for start in range(0, count, chunk):
+        runner.dispatch(mixed(make_row(sequence, start, min(chunk, count - start), admit=start == 0))).read()
 
 
 def prompt(length: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""A model and a device to run step plans on, in plain Python.
+"""A fake model and a fake device that run step plans, in plain Python.
 
 The model's next token depends on every token before it, and so does what it writes to the cache: the entry of a
-position is a digest of all tokens up to there. So an entry tells whether a given sequence would have written it. In the
-place of an image's placeholder stands a number that only the encoder can have written.
+position is a digest of all tokens up to it. So an entry shows whether a given sequence would have written it. In place
+of an image's placeholder, the model sees a number that only the encoder can have written.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ def sample(digest: int, index: int) -> int:
 
 
 def feature(key: bytes, index: int) -> int:
-    """What the encoder makes of the index-th part of an image."""
+    """The encoder's output for the index-th placeholder of an image."""
     return 1000 + zlib.crc32(key + bytes([index]))
 
 
 def seen_prompt(request: Request) -> tuple[int, ...]:
-    """The prompt with features in the place of placeholders."""
+    """The prompt with placeholders replaced by features."""
     prompt = list(request.prompt_ids)
     for span in request.media:
         prompt[span.start : span.stop] = [feature(span.key, i) for i in range(span.length)]
@@ -38,7 +38,7 @@ def seen_prompt(request: Request) -> tuple[int, ...]:
 
 
 class Stream:
-    """All that one continuation would ever say, alone and never ending: its tokens, and the digest up to each."""
+    """The endless tokens of one continuation when it runs alone, and the digest up to each."""
 
     def __init__(self, prompt: tuple[int, ...], index: int):
         self._prompt, self._index = prompt, index
@@ -60,12 +60,12 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A request, and what the engine or the model would do to it.
+    """A request, and events that the engine or the model causes.
 
     Attributes:
-        request: the request.
-        stop_pair: two tokens that end a continuation when one follows the other, like a stop string across tokens.
-        nan_at: the logits for this output token are not numbers.
+        request: The request.
+        stop_pair: Two consecutive tokens that end a continuation, like a stop string across tokens.
+        nan_at: Index of the output token whose logits are not numbers.
     """
 
     request: Request
@@ -75,16 +75,18 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a step brought: a token a row (None where none was sampled), and for scored rows (digest, next prompt token)
-    of each position."""
+    """The result of a step: the token of each row, None if none was sampled, and for scored rows (digest, next prompt
+    token) of each position."""
 
     tokens: tuple[int | None, ...]
     scored: tuple[tuple[tuple[int, int], ...], ...]
 
 
 class FakeDevice:
-    """Does what omni_jax.runtime does with a plan, in the same order, and knows no more of a sequence than the plan and
-    its known tokens say. Every read is compared with what the sequence alone would have written there."""
+    """Runs plans as omni_jax.runtime does, using only the plan and the known tokens of its sequences.
+
+    Each entry that it reads is compared with what the sequence alone would have written.
+    """
 
     def __init__(self, *, num_blocks: int, block_size: int, slots: int, max_model_len: int):
         self.block_size, self.num_blocks, self.slots = block_size, num_blocks, slots
@@ -93,7 +95,7 @@ class FakeDevice:
         self.wipe()
 
     def wipe(self) -> None:
-        """Fresh arrays."""
+        """Replace all arrays."""
         self._cache: list[list[tuple[int, int] | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
         self._tables = [[0] * self.pages_per_row for _ in range(self.slots)]
         self._last_token: list[tuple[Sequence, int] | None] = [None] * self.slots
@@ -101,7 +103,7 @@ class FakeDevice:
         self._features: dict[int, int] = {}
 
     def encode(self, batch: tuple[MediaSpan, ...], rows) -> None:
-        """Writes the features of a batch where they belong."""
+        """Write the features of a batch to their rows."""
         for span, own in zip(batch, rows, strict=True):
             assert len(own) == span.length
             assert min(own) > 0, "row 0 means no feature"
@@ -113,7 +115,7 @@ class FakeDevice:
         return self.streams[sequence]
 
     def dispatch(self, plan: StepPlan, cases: dict[str, Case], may_write) -> Result:
-        """Runs the rows in order. `may_write(block)` is asked before a write."""
+        """Run the rows in order. `may_write(block)` is called before each write, and raises if it is not allowed."""
         for row in plan.rows:
             self._update_table(row)
         tokens, scored = [], []
@@ -130,12 +132,12 @@ class FakeDevice:
             self._owner[row.slot] = row.sequence
             self._tables[row.slot] = [0] * self.pages_per_row
         elif row.moved:
-            assert self._owner[row.slot] is row.sequence, "the slot was given away"
+            assert self._owner[row.slot] is row.sequence, "another sequence has the slot"
             assert row.new_blocks == tuple(row.sequence.blocks)
             self._tables[row.slot] = [0] * self.pages_per_row
         else:
-            assert len(row.new_blocks) <= 1, "the packed buffer has room for one new block a row"
-            assert self._owner[row.slot] is row.sequence, "the slot was given away"
+            assert len(row.new_blocks) <= 1, "the packed buffer has room for one new block per row"
+            assert self._owner[row.slot] is row.sequence, "another sequence has the slot"
         for i, block in enumerate(row.new_blocks):
             assert self._tables[row.slot][row.first_new_block + i] == 0, "a block table entry is written once"
             self._tables[row.slot][row.first_new_block + i] = block
@@ -150,19 +152,19 @@ class FakeDevice:
             given = [last]
         else:
             given = sequence.known[row.start : row.start + row.count]
-            assert len(given) == row.count, "runs tokens that the host does not know"
-            for place, own in row.features:
-                given[place : place + len(own)] = [self._features[int(at)] for at in own]
+            assert len(given) == row.count, "runs tokens that the host has not read"
+            for offset, own in row.features:
+                given[offset : offset + len(own)] = [self._features[int(at)] for at in own]
         digest, scores = START, []
         before = -1
         for at in range(row.start - row.dropped):
             position, digest = self._read(table, at)
             assert position == at if not row.dropped else position > before
-            assert digest == stream.digest(position), f"another's content at position {position} of {row}"
+            assert digest == stream.digest(position), f"another sequence's content at position {position} of {row}"
             before = position
-        assert before == row.start - 1, "the latest token is not there"
+        assert before == row.start - 1, "the latest token is missing"
         if given == [-1]:
-            return (0 if row.sample else None), ()  # after logits that were no numbers: the row will be dropped
+            return (0 if row.sample else None), ()  # follows logits that were not numbers: the row will be dropped
         for position, token in enumerate(given, row.start):
             assert token == stream.token(position)
             at = position - row.dropped
@@ -195,7 +197,7 @@ class FakeDevice:
             self._cache[block] = list(content)
 
     def compact(self, source: list[int], rows: int, keep: int, target: list[int]) -> None:
-        """Drops the oldest rows but the first: which ones matters to a model, and not here."""
+        """Drop rows from the middle; which ones does not matter here."""
         assert 0 < keep <= rows <= len(source) * self.block_size
         assert len(set(target)) == len(target)
         kept = [self._read(source, at) for at in range(rows)]

@@ -1,4 +1,4 @@
-"""The engine's loop around a scheduler and the fake device, with everything checked that must hold at all times."""
+"""The engine's loop around a scheduler and the fake device, which checks all invariants at each step."""
 
 import collections
 import dataclasses
@@ -24,13 +24,13 @@ from omni_jax.scheduling import (
 )
 from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream, seen_prompt
 
-SLICE_SECONDS = 1.0  # that a slice of the encoder is said to take
+SLICE_SECONDS = 1.0  # assumed duration of a slice of the encoder
 
 Ending = tuple[tuple[int, ...], str, str | int | None]  # tokens, finish reason, stop reason
 
 
 class WatchedPool(BlockPool):
-    """A block pool that notes from outside who has what, and when a block was shared."""
+    """A block pool that also keeps its own reference counts, and the step in which a block was shared."""
 
     def __init__(self, num_blocks: int, block_size: int):
         super().__init__(num_blocks, block_size)
@@ -60,27 +60,27 @@ class WatchedPool(BlockPool):
         self.counted.subtract(blocks)
 
     def may_write(self, block: int) -> None:
-        """Contract (c). The step that fills a block may also be the one in which it is shared."""
+        """Check contract (c). A block may be shared in the step that fills it."""
         assert self.counted[block] <= 1 or self.shared_in[block] == self.step, "writes to a shared block"
 
 
 def image_span(name: str, start: int, length: int) -> MediaSpan:
-    """An image of `length` tokens, and as many patches, at a place in the prompt."""
+    """An image of `length` tokens and patches, at token `start` of the prompt."""
     patches = np.zeros((length, 1, 1, 1, 1), np.uint8)
     return MediaSpan(key=name.encode(), modality="image", start=start, length=length, grid=(1, length), patches=patches)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Parcel:
-    """Blocks that left the fake device; asked for so many times, it is ready."""
+    """Blocks swapped out of the fake device, ready after `polls` calls of `is_ready`."""
 
     content: list
-    asks: int
+    polls: int
     lost: bool
 
 
 class FakeSwap:
-    """A Swap that refuses, takes its time and loses what it was given, by seed."""
+    """A Swap that by seed rejects blocks, is slow, and loses blocks."""
 
     def __init__(self, device: FakeDevice, seed: int, *, faults: bool = True):
         self._device, self._random, self._faults = device, random.Random(seed), faults
@@ -93,7 +93,7 @@ class FakeSwap:
             return None
         parcel = Parcel(
             content=self._device.read_blocks(blocks),
-            asks=self._random.randrange(4),
+            polls=self._random.randrange(4),
             lost=self._faults and self._random.random() < 0.2,
         )
         self.parcels.add(parcel)
@@ -101,8 +101,8 @@ class FakeSwap:
         return parcel
 
     def is_ready(self, parcel: Parcel) -> bool:
-        parcel.asks -= 1
-        return parcel.asks < 0
+        parcel.polls -= 1
+        return parcel.polls < 0
 
     def load(self, parcel: Parcel, blocks: list[int]) -> bool:
         self.parcels.remove(parcel)
@@ -117,7 +117,7 @@ class FakeSwap:
 
 
 class Loop:
-    """What Engine is to the real runner."""
+    """The engine's part: adds requests, runs steps and the encoder, and reads results."""
 
     def __init__(
         self,
@@ -132,15 +132,20 @@ class Loop:
         discipline: Discipline | None = None,
         cost: CostModel | None = None,
         feature_rows: int = 0,
-        most_patches: int = 8,
+        max_patches: int = 8,
         slices: int = 2,
         prefix_caching: bool = False,
         swap: int | None = None,
         ratio: Callable[[int, int], float] | None = None,
     ):
-        """`blocks` are the usable ones. With `feature_rows`, the model reads images, of `most_patches` a call at
-        most; a call of the encoder takes so many slices. `swap` is the seed of a FakeSwap, `ratio` what compression may
-        drop."""
+        """Args:
+        blocks: Number of usable blocks.
+        feature_rows: Rows of the encoder cache; 0 for a model that reads text only.
+        max_patches: Maximum number of patches of a call of the encoder.
+        slices: Number of slices of a call of the encoder.
+        swap: Seed of a FakeSwap; None disables swapping.
+        ratio: Compression ratio, see Compression; None disables compression.
+        """
         self.pool = WatchedPool(blocks + 1, block_size)
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -153,7 +158,7 @@ class Loop:
         self.features = None
         if feature_rows:
             cache = EncoderCache(feature_rows, rows_per_block=1)
-            self.features = Features(cache, most_patches=most_patches, pack_patches=most_patches)
+            self.features = Features(cache, max_patches=max_patches, pack_patches=max_patches)
         self.slices = slices
         self.encoding: tuple[MediaSpan, ...] = ()
         self.slices_left = 0
@@ -180,7 +185,7 @@ class Loop:
         self.scored: dict[str, list] = {}
         self._names = itertools.count()
 
-    # -- what a test does ---------------------------------------------------------------------------------------------
+    # -- actions of a test --------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -195,7 +200,7 @@ class Loop:
         cache_salt="",
         **params,
     ):
-        """A request; a prompt given by its length is made up. Returns its continuations."""
+        """Add a request and return its continuations. If `prompt` is a length, its tokens are made up."""
         number = next(self._names)
         if isinstance(prompt, int):
             prompt = [(number * 5 + i * i + i // 3) % 7 for i in range(prompt)]
@@ -217,7 +222,7 @@ class Loop:
         return added
 
     def step(self, *, between=lambda: None) -> bool:
-        """Engine._advance. `between` is called after the dispatch and before the commit. Whether there is work left."""
+        """Do as Engine._advance does. `between` is called between dispatch and commit. Returns whether work is left."""
         self.pool.step += 1
         before = list(self.scheduler.waiting), list(self.scheduler.running)
         had_swapped = any(s.swapped is not None for s in self.scheduler.waiting)
@@ -229,10 +234,10 @@ class Loop:
         self._encode()
         self.check()
         between()
-        # What is swapped takes its time; and what turns out to be lost is computed again from the next plan on.
+        # Swapped blocks take several steps to load; lost ones are recomputed from the next plan on.
         loading = any(s.swapped is not None for s in self.scheduler.waiting) or had_swapped
         busy = plan is not None or self.in_flight or self.encoding or loading
-        assert busy or not self.scheduler.num_live or self.just_encoded, "there is work, and it does none"
+        assert busy or not self.scheduler.num_live or self.just_encoded, "there is work, but none is done"
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self._commit(*self.in_flight.popleft())
         self.check()
@@ -240,7 +245,7 @@ class Loop:
         return bool(self.scheduler.num_live or self.in_flight)
 
     def _encode(self) -> None:
-        """Engine._encode: a slice of the call under way, or a new one."""
+        """Do as Engine._encode does: run a slice of the present call, or start a new one."""
         self.just_encoded = False
         if self.features is None:
             return
@@ -259,20 +264,20 @@ class Loop:
             self.encoded.update(span.key for span in self.encoding)
 
     def run(self, steps: int = 0) -> None:
-        """Until all is done, in so many steps at most, or in as many as a bounded number of recomputations takes."""
+        """Run until all requests have ended, in at most `steps` steps; 0 is a bound that allows for recomputation."""
         needed = sum(s.num_prompt + s.max_output for s in self.sequences)
         images = sum(len(s.request.media) for s in self.sequences)
         for _ in range(steps or 100 + 10 * needed + 10 * images * (self.slices + 1)):
             if not self.step():
                 return self.check_idle()
-        raise AssertionError("it goes on and on")
+        raise AssertionError("the requests do not end")
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
         self.check()
 
     def fail_step(self, *, dispatched: bool) -> None:
-        """A step that raises: in the call that dispatches it, or when its predecessor is read."""
+        """Let a step raise, after its dispatch or when its predecessor is read."""
         self.pool.step += 1
         plan = self.scheduler.plan(float(self.pool.step))
         if plan is not None and dispatched:
@@ -284,36 +289,36 @@ class Loop:
         self.check()
 
     def preempt(self, sequence: Sequence) -> None:
-        """As if someone who came earlier had needed its blocks."""
+        """Preempt a sequence as if an earlier one needed its blocks."""
         self.scheduler._preempt(sequence, 0, "blocks", sequence)
         self.check()
 
-    # -- what is compared ---------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def ending(self, sequence: Sequence) -> Ending:
         assert sequence.finish_reason is not None
         return tuple(sequence.known[sequence.num_prompt :]), sequence.finish_reason, sequence.stop_reason
 
     def alone(self, sequence: Sequence) -> Ending:
-        """What the continuation says when there is nothing else: from the rules, without the scheduler."""
+        """The ending of a continuation that runs alone, computed without the scheduler."""
         case, params = self.cases[sequence.request.id], sequence.request.params
         prompt = seen_prompt(sequence.request)
         room = self.config.max_model_len - len(prompt)
-        most = room if params.max_tokens is None else min(room, params.max_tokens)
-        stream, said = Stream(prompt, sequence.index), []
-        while len(said) < most:
-            if len(said) == case.nan_at:
-                return tuple(said), "error", None
-            token = stream.token(len(prompt) + len(said))
-            said.append(token)
-            if len(said) > params.min_tokens:
+        limit = room if params.max_tokens is None else min(room, params.max_tokens)
+        stream, output = Stream(prompt, sequence.index), []
+        while len(output) < limit:
+            if len(output) == case.nan_at:
+                return tuple(output), "error", None
+            token = stream.token(len(prompt) + len(output))
+            output.append(token)
+            if len(output) > params.min_tokens:
                 if token in self.config.eos_token_ids and not params.ignore_eos:
-                    return tuple(said), "stop", None
+                    return tuple(output), "stop", None
                 if token in params.stop_token_ids:
-                    return tuple(said), "stop", token
-            if tuple(said[-2:]) == case.stop_pair:
-                return tuple(said), "stop", "pair"
-        return tuple(said), "length", None
+                    return tuple(output), "stop", token
+            if tuple(output[-2:]) == case.stop_pair:
+                return tuple(output), "stop", "pair"
+        return tuple(output), "length", None
 
     def check_endings(self) -> None:
         for sequence in self.sequences:
@@ -325,7 +330,7 @@ class Loop:
                 if sequence.request.params.prompt_logprobs is not None and sequence.index == 0:
                     assert len(self.scored[sequence.request.id]) == sequence.num_prompt - 1
 
-    # -- what holds at all times --------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         scheduler, pool = self.scheduler, self.pool
@@ -339,10 +344,10 @@ class Loop:
             assert [s.order for s in queue] == sorted({s.order for s in queue})
         slots = [s.slot for s in running]
         assert None not in slots
-        assert sorted(slots + scheduler._free_slots) == list(range(self.config.max_num_seqs))
-        hidden = [child for s in live for child in s.children if child.finish_reason is None]
-        assert len(running) + len(waiting) + len(hidden) == len(live), "a live sequence is nowhere, or twice"
-        assert {*running, *waiting, *hidden} == set(live)
+        assert sorted(slots + scheduler._queues.free_slots) == list(range(self.config.max_num_seqs))
+        unqueued = [child for s in live for child in s.children if child.finish_reason is None]
+        assert len(running) + len(waiting) + len(unqueued) == len(live), "a live sequence is in no queue or in two"
+        assert {*running, *waiting, *unqueued} == set(live)
         for sequence in self.sequences:
             flying = sum(row.sequence is sequence and row.sample for plan, _ in self.in_flight for row in plan.rows)
             assert sequence.pending == flying or sequence.finish_reason is not None
@@ -403,7 +408,7 @@ class Loop:
             sampled = sequence.num_output + flying[sequence]
             assert sampled + row.sample <= sequence.max_output, "contract (a)"
             if sampled or row.start >= sequence.num_prompt:
-                assert sampled < sequence.max_output, "contract (a): nobody needs the row"
+                assert sampled < sequence.max_output, "contract (a): the row is not needed"
             reaches = row.start + row.count == sequence.num_prompt + sampled
             assert row.sample == (reaches and sampled < sequence.max_output)
             assert not row.score or row.start < sequence.num_prompt - 1
@@ -412,13 +417,13 @@ class Loop:
             self.admitted[sequence] += row.admit
 
         if self.scheduler.discipline.by_deadline or self.blocks.prefix_caching or self.swap is not None:
-            return  # who waits for a block that another computes, or for one to be loaded, is overtaken
-        # First come, first served: who is let in goes before all that could have been let in and were not.
+            return  # a sequence that waits for a block to be computed or loaded may be overtaken
+        # First come, first served: an admitted sequence comes before all that could have been admitted and were not.
         admitted = [row.sequence.order for row in rows if row.admit]
         left = [
             s.order
             for s in self.scheduler.waiting
-            if (s in waiting or s in running) and (self.features is None or self.features.starts(s))
+            if (s in waiting or s in running) and (self.features is None or self.features.can_start(s))
         ]
         assert not admitted or not left or max(admitted) < min(left)
 
@@ -437,7 +442,7 @@ class Loop:
                 self._read(sequence, one.token)
 
     def _collect(self, row, scored) -> None:
-        """As the engine does: what a preempted run took already is left out, and there is no gap."""
+        """Collect prompt logprobs as the engine does: without gaps, and without those collected before a preemption."""
         sequence = row.sequence
         taken, stream = self.scored[sequence.request.id], Stream(seen_prompt(sequence.request), 0)
         assert row.start <= len(taken)
@@ -447,7 +452,7 @@ class Loop:
         assert sequence.scored == len(taken)
 
     def _read(self, sequence: Sequence, token: int) -> None:
-        """As the engine does: the first token takes the prompt's logprobs along; a stop string overrules a length."""
+        """Read a token as the engine does: after all prompt logprobs; a stop string overrides a length."""
         params = sequence.request.params
         if params.prompt_logprobs is not None and sequence.index == 0:
             assert len(self.scored[sequence.request.id]) == sequence.num_prompt - 1

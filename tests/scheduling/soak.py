@@ -1,8 +1,8 @@
-"""The engine's loop around a scheduler for as long as one likes, with what must hold checked cheaply at every step and
-thoroughly now and then: `python -m tests.scheduling.soak --steps 1000000` (make soak).
+"""Random requests on a scheduler for any number of steps, with cheap checks at each step and thorough ones now and
+then: `python -m tests.scheduling.soak --steps 1000000` (make soak).
 
-tests/scheduling/loop.py checks more, and takes a hundred times as long: it knows what every token must be. Here a
-token is a number that its place in the sequence gives, and so are the ends.
+tests/scheduling/loop.py checks more and takes a hundred times as long, because it computes every token. Here a token,
+and whether it ends the sequence, depends only on its index.
 """
 
 import argparse
@@ -33,31 +33,31 @@ from omni_jax.scheduling import (
 from omni_jax.scheduling.discipline import Rank
 
 EOS = 0
-ROUND = 2000  # steps of one setting, before all is drained
-AUDIT = 200  # steps from one thorough check to the next
-SLICES = 3  # of a call of the vision tower
-SLICE_SECONDS = 0.5  # that each is said to take
-ORDER = 8  # and from one check of the order of service to the next
+STEPS_PER_ROUND = 2000  # steps with one setting before all requests are drained
+STEPS_PER_AUDIT = 200  # steps between thorough checks
+SLICES = 3  # slices per call of the vision tower
+SLICE_SECONDS = 0.5  # assumed duration of a slice
+STEPS_PER_ORDER_CHECK = 8  # steps between checks of the order of service
 PRIORITIES = (-1, 0, 1)
 _NO_PIXELS = np.zeros((1, 1, 1, 1, 1), np.uint8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a round is played with.
+    """The settings of a round.
 
     Attributes:
-        crowd: live sequences are kept at about so many.
-        urgent: share of the requests that are of the most urgent class.
-        caching: beginnings are shared; most requests then begin like others.
-        aging: aging_seconds by deadline; None: first come, first served. A step takes a second.
+        target_live: Approximate number of live sequences.
+        urgent: Share of the requests that are of the most urgent class.
+        caching: Whether prefixes are cached; most requests share one.
+        aging: aging_seconds of the deadline discipline; None is first come, first served. A step takes a second.
     """
 
     config: SchedulerConfig
     blocks: int
     block_size: int
     images: bool
-    crowd: int
+    target_live: int
     urgent: float
     caching: bool
     aging: float | None
@@ -65,19 +65,21 @@ class Setting:
 
     @property
     def bound(self) -> float:
-        """Seconds that a sequence may go without tokens. By deadline, it stands before everybody who was served lately
-        once it has waited for its classes' distance and one more, times aging_seconds (SLOFirst). From then on those
-        who were before it are served, as many at a time as slots and blocks allow, each to its end at most; and their
-        images are encoded before its own, in order of arrival."""
+        """Maximum seconds that a sequence may wait for tokens.
+
+        By deadline, it ranks before all sequences served recently once it has waited for aging_seconds times one more
+        than the distance of their classes (SLOFirst). From then on, the sequences before it run, as many at a time as
+        slots and blocks allow, each at most to its end, and their images are encoded first, in order of arrival.
+        """
         longest = -(-self.config.max_model_len // self.block_size)
         at_once = min(self.config.max_num_seqs, self.blocks // longest)
         aging = (PRIORITIES[-1] - PRIORITIES[0] + 1) * (self.aging or 0.0)
-        encoding = (SLICES + 1) * self.crowd if self.images else 0
-        return aging + (2 + self.crowd / at_once) * self.config.max_model_len + encoding
+        encoding = (SLICES + 1) * self.target_live if self.images else 0
+        return aging + (2 + self.target_live / at_once) * self.config.max_model_len + encoding
 
 
-class Guess:
-    """A cost model that knows nothing but the tokens."""
+class TokenCost:
+    """A cost model that depends only on the number of tokens."""
 
     def __init__(self, token: float):
         self.token = token
@@ -88,23 +90,23 @@ class Guess:
 
 @dataclasses.dataclass(kw_only=True)
 class Report:
-    """What happened, over all rounds."""
+    """Counts over all rounds."""
 
     steps: int = 0
     rows: int = 0
-    most_rows: int = 0
-    most_live: int = 0
+    max_rows: int = 0
+    max_live: int = 0
     requests: int = 0
     ended: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     events: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     encoded: int = 0
     resets: int = 0
-    longest_wait: float = 0.0  # as a share of the bound
+    longest_wait: float = 0.0  # share of the bound
     cached: int = 0  # prompt tokens
 
 
 def random_setting(rng: random.Random) -> Setting:
-    """Pools from one sequence to plenty, and one row to 64."""
+    """Settings with pools for one sequence or many, and with 1 to 64 rows."""
     rows = rng.choice((1, 4, 16, 64))
     budget = rng.choice((rows, rows + 7, 2 * rows + 16, 256))
     length = rng.choice((24, 64, 160))
@@ -121,7 +123,7 @@ def random_setting(rng: random.Random) -> Setting:
         blocks=max(longest, round(longest * rows * rng.choice((0.1, 0.4, 1.0)))),
         block_size=block_size,
         images=rng.random() < 0.4,
-        crowd=rng.choice((rows, rows + 8, 2 * rows)),
+        target_live=rng.choice((rows, rows + 8, 2 * rows)),
         urgent=rng.choice((0.1, 0.5, 0.9)),
         caching=rng.random() < 0.5,
         aging=rng.choice((None, 5.0, 40.0)),
@@ -130,16 +132,16 @@ def random_setting(rng: random.Random) -> Setting:
 
 
 class Soak:
-    """One round. Raises AssertionError when something does not hold."""
+    """One round. Raises AssertionError if an invariant does not hold."""
 
     def __init__(self, setting: Setting, rng: random.Random, report: Report):
         self.setting, self.rng, self.report = setting, rng, report
         self.pool = BlockPool(setting.blocks + 1, setting.block_size)
         self.features = None
         if setting.images:
-            self.features = Features(EncoderCache(24, rows_per_block=1), most_patches=16, pack_patches=16)
+            self.features = Features(EncoderCache(24, rows_per_block=1), max_patches=16, pack_patches=16)
         discipline = FirstCome() if setting.aging is None else SLOFirst(aging_seconds=setting.aging)
-        cost = Guess(setting.step_cost) if setting.step_cost else None
+        cost = TokenCost(setting.step_cost) if setting.step_cost else None
         self.scheduler = Scheduler(
             setting.config,
             self.pool,
@@ -152,12 +154,12 @@ class Soak:
         self.in_flight: collections.deque[StepPlan] = collections.deque()
         self.encoding: tuple[MediaSpan, ...] = ()
         self.slices_left = 0
-        self.computed: dict[Sequence, int] = {}  # of live sequences, as the rows said
+        self.computed: dict[Sequence, int] = {}  # computed tokens of live sequences, from the rows
         self.live: set[Sequence] = set()
-        self.ends: dict[Sequence, int] = {}  # output tokens after which the model says EOS
+        self.ends: dict[Sequence, int] = {}  # number of output tokens, EOS included
         self.names = 0
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def add(self) -> None:
         rng, config, name = self.rng, self.setting.config, f"r{self.names}"
@@ -202,11 +204,13 @@ class Soak:
             self.report.requests += 1
 
     def step(self) -> bool:
-        """Engine._advance. Whether there is work left."""
+        """Do as Engine._advance does. Returns whether work is left."""
         self.now += 1.0
         scheduler = self.scheduler
         ranks = {}
-        if self.report.steps % ORDER == 0 and not self.setting.caching:  # else who waits for a block is overtaken
+        if (
+            self.report.steps % STEPS_PER_ORDER_CHECK == 0 and not self.setting.caching
+        ):  # waiting for a block allows overtaking
             ranks = {
                 s: (scheduler.discipline.rank(s, self.now), s.computed) for s in scheduler.waiting if not s.pending
             }
@@ -222,7 +226,7 @@ class Soak:
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self.commit(self.in_flight.popleft())
         elif not self.in_flight and not self.encoding and not encoded:
-            assert not scheduler.num_live, "deadlock: there is work, and it does none"
+            assert not scheduler.num_live, "deadlock: there is work, but none is done"
         self.report.steps += 1
         return bool(scheduler.num_live or self.in_flight)
 
@@ -246,31 +250,31 @@ class Soak:
         tokens = [self.token(row.sequence, row.start + row.count) if row.sample else None for row in plan.rows]
         ended_before = {row.sequence for row in plan.rows if row.sequence.finish_reason is not None}
         accepted = self.scheduler.commit(plan, tokens, self.now)
-        assert len(accepted) == len(plan.rows) - len(ended_before), "a row of a sequence that had ended was taken"
+        assert len(accepted) == len(plan.rows) - len(ended_before), "a row of a sequence that had ended was accepted"
         for one in accepted:
             if one.row.sequence.finish_reason is not None:
                 self.ended(one.row.sequence)
 
-    def token(self, sequence: Sequence, place: int) -> int:
-        """The token at a place, whoever computes it and however often."""
-        output = place - sequence.num_prompt
-        return EOS if output + 1 == self.ends[sequence] else 1 + (place * 31 + sequence.order[0]) % 1000
+    def token(self, sequence: Sequence, index: int) -> int:
+        """The token at an index of a sequence, however often it is computed."""
+        output = index - sequence.num_prompt
+        return EOS if output + 1 == self.ends[sequence] else 1 + (index * 31 + sequence.order[0]) % 1000
 
     def ended(self, sequence: Sequence) -> None:
-        """Contract (b): it holds nothing, whatever is still in flight; and it said what it had to."""
+        """Check a sequence that ended: its output, and that it holds nothing, whatever is in flight (contract b)."""
         assert not sequence.blocks
         assert sequence.slot is None
-        said = sequence.known[sequence.num_prompt :]
-        assert said == [self.token(sequence, sequence.num_prompt + i) for i in range(len(said))]
+        output = sequence.known[sequence.num_prompt :]
+        assert output == [self.token(sequence, sequence.num_prompt + i) for i in range(len(output))]
         wanted = min(sequence.max_output, self.ends[sequence])
-        assert len(said) == wanted or (sequence.finish_reason == "abort" and len(said) <= wanted)
+        assert len(output) == wanted or (sequence.finish_reason == "abort" and len(output) <= wanted)
         self.report.ended[sequence.finish_reason] += 1
         self.report.cached += sequence.cached
         self.computed.pop(sequence, None)
         self.live.discard(sequence)
 
     def disturb(self) -> None:
-        """A client leaves, or a step raises."""
+        """Now and then abort a request, or let a step raise."""
         live = self.scheduler.running or self.scheduler.waiting
         if live and self.rng.random() < 0.02:
             for sequence in self.scheduler.abort(self.rng.choice(live).request.id):
@@ -281,7 +285,7 @@ class Soak:
             self.scheduler.reset()
             self.report.resets += 1
 
-    # -- what must hold -----------------------------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------------------------
 
     def check_plan(self, plan: StepPlan) -> None:
         config, rows, size = self.setting.config, plan.rows, self.setting.block_size
@@ -298,48 +302,50 @@ class Soak:
             assert row.feedback == (sequence in flying)
             before = self.computed.get(sequence)
             if row.admit:
-                assert not row.feedback, "contract (d): planned anew before its token was read"
+                assert not row.feedback, "contract (d): planned before its token was read"
                 assert before is None or row.start <= before or self.setting.caching
             else:
-                assert row.start == before, "tokens are left out, or computed twice"
+                assert row.start == before, "tokens are skipped or computed twice"
             self.computed[sequence] = stop
             assert 0 < row.count <= stop <= len(sequence.blocks) * size
             known = len(sequence.known) + row.feedback
-            assert stop <= known, "computes what nobody knows"
+            assert stop <= known, "computes unknown tokens"
             sampled = sequence.num_output + row.feedback
             assert sampled + row.sample <= sequence.max_output, "contract (a): past a foreseeable end"
             assert row.sample == (stop == known and sampled < sequence.max_output)
             if row.start >= sequence.num_prompt:
-                assert sampled < sequence.max_output, "contract (a): nobody needs the row"
+                assert sampled < sequence.max_output, "contract (a): the row is not needed"
                 assert references[sequence.blocks[(stop - 1) // size]] == 1, "contract (c): output in a shared block"
         self.report.rows += len(rows)
-        self.report.most_rows = max(self.report.most_rows, len(rows))
+        self.report.max_rows = max(self.report.max_rows, len(rows))
 
     def check_order(self, plan: StepPlan, ranks: dict[Sequence, tuple[Rank, int]]) -> None:
-        """Who gets a slot stood before all who could have got it and did not: so whoever stands first is next. Those
-        that the plan took blocks from are left out: they begin anew, and by another deadline; and those whose end is in
-        flight."""
+        """Check that each admitted sequence ranked before all that could have been admitted and were not.
+
+        Sequences that lost blocks in this plan start anew with another deadline, so they are left out, as are those
+        whose end is in flight.
+        """
         admitted = [row for row in plan.rows if row.admit and row.sequence in ranks]
         last = max((ranks[r.sequence][0] for r in admitted if r.start == ranks[r.sequence][1]), default=None)
         if last is not None:
-            starts = (lambda s: True) if self.features is None else self.features.starts
+            starts = (lambda s: True) if self.features is None else self.features.can_start
             could = [s for s, (_, computed) in ranks.items() if s.computed == computed and s.uncomputed and starts(s)]
-            assert all(last < ranks[s][0] for s in could if s.slot is None), "overtaken"
+            assert all(last < ranks[s][0] for s in could if s.slot is None), "a sequence was overtaken"
 
     def audit(self) -> None:
-        """Nothing leaked, nobody lost, nobody starved."""
+        """Check that no block, slot or feature leaked, and that no sequence is lost or starves."""
         scheduler, pool = self.scheduler, self.pool
         running, waiting = scheduler.running, scheduler.waiting
         held = collections.Counter(block for s in (*running, *waiting) for block in s.blocks)
         assert pool.num_used == len(held), "blocks leaked"
         assert all(pool._references[block] == count for block, count in held.items())
-        slots = [s.slot for s in running] + scheduler._free_slots
+        slots = [s.slot for s in running] + scheduler._queues.free_slots
         assert sorted(slots) == list(range(self.setting.config.max_num_seqs)), "slots leaked"
-        hidden = [c for s in (*running, *waiting) for c in s.children if c.finish_reason is None]
-        live = {*running, *waiting, *hidden}
-        assert len(live) == len(running) + len(waiting) + len(hidden), "twice in the queues"
-        assert live == self.live, "lost"
-        self.report.most_live = max(self.report.most_live, len(live))
+        unqueued = [c for s in (*running, *waiting) for c in s.children if c.finish_reason is None]
+        live = {*running, *waiting, *unqueued}
+        assert len(live) == len(running) + len(waiting) + len(unqueued), "a sequence is in the queues twice"
+        assert live == self.live, "a sequence was lost"
+        self.report.max_live = max(self.report.max_live, len(live))
         if self.features is not None:
             entries = self.features.cache._entries
             asked = collections.Counter(
@@ -347,19 +353,19 @@ class Soak:
             )
             assert asked == {key: e.references for key, e in entries.items() if e.references}, "features leaked"
         for sequence in (*running, *waiting):
-            # A sequence whose last tokens are in flight, or that decoded lately, was served then.
+            # Sequences whose last tokens are in flight were served then.
             share = (self.now - sequence.served_at) / self.setting.bound
             assert share <= 1, f"starved for {self.now - sequence.served_at} s, the bound is {self.setting.bound}"
             self.report.longest_wait = max(self.report.longest_wait, share)
 
     def drain(self) -> None:
-        """To the end of all that is live, which takes no longer than computing everybody alone a few times."""
-        most = 100 + 20 * sum(s.num_prompt + s.max_output for s in self.live)
-        for _ in range(most):
+        """Run until all live sequences have ended, within a few times the steps that they take alone."""
+        limit = 100 + 20 * sum(s.num_prompt + s.max_output for s in self.live)
+        for _ in range(limit):
             if not self.step():
                 break
         self.audit()
-        assert not self.live, "it goes on and on"
+        assert not self.live, "the sequences do not end"
         assert self.pool.num_used == 0
         while self.encoding:
             self.encode()
@@ -367,25 +373,25 @@ class Soak:
 
 
 def play(setting: Setting, rng: random.Random, report: Report, steps: int) -> None:
-    """A round of so many steps, and those that it takes to drain it."""
+    """Run a round of `steps` steps, then drain it."""
     soak = Soak(setting, rng, report)
     for number in range(steps):
-        # A crowd that comes together and thins out again, so that pools are full at times and empty at others.
-        while len(soak.live) < setting.crowd and rng.random() < (0.9 if number % 400 < 300 else 0.1):
+        # The number of live sequences rises and falls, so that pools are sometimes full and sometimes empty.
+        while len(soak.live) < setting.target_live and rng.random() < (0.9 if number % 400 < 300 else 0.1):
             soak.add()
         soak.disturb()
         soak.step()
-        if number % AUDIT == 0:
+        if number % STEPS_PER_AUDIT == 0:
             soak.audit()
     soak.drain()
 
 
-def soak(steps: int, seed: int, *, say=lambda report: None) -> Report:
-    """So many steps at least, in rounds of random settings."""
+def soak(steps: int, seed: int, *, progress=lambda report: None) -> Report:
+    """Run at least `steps` steps, in rounds with random settings."""
     rng, report = random.Random(seed), Report()
     while report.steps < steps:
-        play(random_setting(rng), rng, report, min(ROUND, steps - report.steps))
-        say(report)
+        play(random_setting(rng), rng, report, min(STEPS_PER_ROUND, steps - report.steps))
+        progress(report)
     return report
 
 
@@ -396,12 +402,12 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
 
-    def say(report: Report) -> None:
+    def progress(report: Report) -> None:
         rate = report.steps / (time.monotonic() - began)
-        sys.stdout.write(f"\r{report.steps:,} of {arguments.steps:,} steps, {rate:,.0f} a second")
+        sys.stdout.write(f"\r{report.steps:,} of {arguments.steps:,} steps, {rate:,.0f} per second")
         sys.stdout.flush()
 
-    sys.stdout.write(f"\n{soak(arguments.steps, arguments.seed, say=say)}\n")
+    sys.stdout.write(f"\n{soak(arguments.steps, arguments.seed, progress=progress)}\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What sequences find in the prefix cache, what is swapped and compressed: through the scheduler, on a fake device."""
+"""Prefix caching, swapping and compression in the scheduler, on the fake device."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def computed(run: Loop, sequence) -> int:
     return run.computed[sequence]
 
 
-def test_a_prompt_that_was_computed_is_not_computed_again():
+def test_a_repeated_prompt_is_not_recomputed():
     run = loop()
     (first,) = run.add(list(range(7)) * 3, max_tokens=3)
     run.run()
@@ -24,12 +24,12 @@ def test_a_prompt_that_was_computed_is_not_computed_again():
     run.run()
     run.check_endings()
     assert (first.cached, second.cached) == (0, 20)
-    assert computed(run, second) == 1 + 2  # the last token of the prompt, and two of the output
+    assert computed(run, second) == 1 + 2  # the last prompt token and two output tokens
     assert run.blocks.queries["text"] == 42
     assert run.blocks.hits["text"] == 20
 
 
-def test_pc_04_a_prompt_that_is_cached_whole_still_computes_its_last_token():
+def test_pc_04_a_fully_cached_prompt_still_computes_its_last_block():
     run = loop()
     prompt = [3, 1, 4, 1, 5, 2, 6, 5]  # two blocks
     for cached in (0, 4):
@@ -39,17 +39,17 @@ def test_pc_04_a_prompt_that_is_cached_whole_still_computes_its_last_token():
     run.check_endings()
 
 
-def test_output_enters_the_cache_too_so_that_the_next_turn_of_a_chat_finds_it():
+def test_output_is_cached_for_the_next_turn_of_a_chat():
     run = loop()
     (first,) = run.add([1, 2, 3, 4, 5, 6], max_tokens=11)
     run.run()
     (turn,) = run.add([*first.known, 1, 2, 3], max_tokens=2)
     run.run()
     run.check_endings()
-    assert turn.cached == 16  # all but the last output token, whose keys were never computed, in whole blocks
+    assert turn.cached == 16  # full blocks; the keys of the last output token were never computed
 
 
-def test_two_that_begin_alike_and_come_together_compute_the_beginning_once():
+def test_concurrent_requests_compute_a_common_prefix_once():
     run = loop(max_num_batched_tokens=8)
     common = [i % 7 for i in range(24)]
     sequences = [run.add([*common, n, n, n, n, n], max_tokens=2)[0] for n in (1, 2, 3)]
@@ -59,8 +59,8 @@ def test_two_that_begin_alike_and_come_together_compute_the_beginning_once():
     assert sum(computed(run, s) for s in sequences) == 24 + 3 * (5 + 1)
 
 
-def test_nobody_waits_for_a_beginning_whose_owner_is_paused():
-    """By deadline: the first is put off by an urgent one, and the second, as urgent, does not wait with it."""
+def test_a_sequence_does_not_wait_for_a_prefix_whose_owner_is_paused():
+    """By deadline, an urgent sequence pauses the first; the second, which is as urgent, does not wait for the first."""
     run = loop(max_num_batched_tokens=8, discipline=SLOFirst(aging_seconds=1000))
     common = [i % 7 for i in range(40)]
     (first,) = run.add([*common, 1], max_tokens=2, slo=SLO(priority=5))
@@ -72,7 +72,7 @@ def test_nobody_waits_for_a_beginning_whose_owner_is_paused():
     assert second.first_token_at < first.first_token_at
 
 
-def test_pc_05_prompt_logprobs_are_computed_for_all_positions_however_much_is_cached():
+def test_pc_05_prompt_logprobs_are_computed_for_all_positions_of_a_cached_prompt():
     run = loop()
     prompt = [i % 7 for i in range(33)]
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_pc_06_different_salts_share_nothing():
     assert found == [0, 0, 16]
 
 
-def test_pc_01_another_image_with_as_many_placeholders_is_another_prompt():
+def test_pc_01_a_different_image_with_the_same_placeholders_is_a_different_prompt():
     run = loop(feature_rows=24)
     found = []
     for name in ("a", "b", "a"):
@@ -112,7 +112,7 @@ def test_a_cached_image_is_not_encoded_again():
     prompt = [i % 7 for i in range(22)]
     run.add(prompt, media=[image_span("a", 4, 6)], max_tokens=2)
     run.run()
-    run.add(9, media=[image_span("b", 1, 6)], max_tokens=2)  # takes a's rows of the feature array
+    run.add(9, media=[image_span("b", 1, 6)], max_tokens=2)  # evicts a from the encoder cache
     run.run()
     (again,) = run.add(prompt, media=[image_span("a", 4, 6)], max_tokens=2)
     run.run()
@@ -121,7 +121,7 @@ def test_a_cached_image_is_not_encoded_again():
     assert run.encoded == {b"a": 1, b"b": 1}
 
 
-def test_cached_blocks_give_way_to_live_ones():
+def test_cached_blocks_are_evicted_for_live_sequences():
     run = loop(blocks=16)
     for n in range(6):
         run.add([(n + i * i) % 7 for i in range(40)], max_tokens=8)
@@ -131,17 +131,17 @@ def test_cached_blocks_give_way_to_live_ones():
     assert run.scheduler.num_preemptions == 0
 
 
-def test_who_was_preempted_finds_what_was_not_taken():
+def test_a_preempted_sequence_reuses_its_blocks_that_were_not_evicted():
     run = loop(blocks=16, max_num_seqs=4)
     sequences = [run.add([(n + i * i) % 7 for i in range(20)], max_tokens=30)[0] for n in range(3)]
     run.run()
     run.check_endings()
     assert run.scheduler.num_preemptions > 0
     needed = sum(s.num_prompt + s.max_output - 1 for s in sequences)
-    assert sum(run.computed.values()) < needed + 2 * 20, "most of what was preempted was computed again"
+    assert sum(run.computed.values()) < needed + 2 * 20, "most preempted tokens were recomputed"
 
 
-def test_a_step_that_raises_empties_the_cache():
+def test_a_step_that_raises_clears_the_cache():
     run = loop()
     prompt = [i % 7 for i in range(17)]
     run.add(prompt, max_tokens=1)
@@ -152,7 +152,7 @@ def test_a_step_that_raises_empties_the_cache():
     assert sequence.cached == 0
 
 
-def test_logits_that_are_no_numbers_empty_the_cache():
+def test_logits_that_are_not_numbers_clear_the_cache():
     run = loop()
     prompt = [i % 7 for i in range(17)]
     run.add(prompt, max_tokens=3, nan_at=1)
@@ -162,17 +162,17 @@ def test_logits_that_are_no_numbers_empty_the_cache():
     assert sequence.cached == 0
 
 
-def test_preempted_sequences_are_swapped_out_and_go_on_where_they_were():
+def test_a_swapped_out_sequence_continues_where_it_stopped():
     run = loop(blocks=16, max_num_seqs=4, prefix_caching=False, swap=1)
     run.swap._faults = False
     sequences = [run.add([(n + i * i) % 7 for i in range(20)], max_tokens=30)[0] for n in range(3)]
     run.run()
     run.check_endings()
     assert run.swap.stored == run.swap.loaded > 0
-    assert sum(run.computed.values()) == sum(s.num_prompt + s.max_output - 1 for s in sequences), "nothing twice"
+    assert sum(run.computed.values()) == sum(s.num_prompt + s.max_output - 1 for s in sequences), "computed twice"
 
 
-def test_an_abort_drops_what_was_swapped_out():
+def test_an_abort_drops_swapped_blocks():
     run = loop(blocks=16, max_num_seqs=4, prefix_caching=False, swap=1)
     run.swap._faults = False
     sequences = [run.add([(n + i * i) % 7 for i in range(20)], max_tokens=30)[0] for n in range(3)]
@@ -184,7 +184,7 @@ def test_an_abort_drops_what_was_swapped_out():
     run.run()
 
 
-def test_a_swapped_sequence_that_waits_for_the_disk_stands_in_nobodys_way():
+def test_a_sequence_whose_blocks_are_loading_blocks_no_other():
     run = loop(blocks=16, max_num_seqs=4, prefix_caching=False, swap=1)
     run.swap._faults = False
     for n in range(3):
@@ -192,7 +192,7 @@ def test_a_swapped_sequence_that_waits_for_the_disk_stands_in_nobodys_way():
     while not run.swap.parcels:
         run.step()
     for parcel in run.swap.parcels:
-        parcel.asks = 1000
+        parcel.polls = 1000
     (small,) = run.add(3, max_tokens=1)
     while small.finish_reason is None:
         run.step()
@@ -204,12 +204,12 @@ def half(step: int, total: int) -> float:
     return 0.5
 
 
-def test_kvc_01_compression_frees_blocks_and_positions_stay_where_they_were():
+def test_kvc_01_compression_frees_blocks_and_keeps_positions():
     run = loop(ratio=half, prefix_caching=False)
     (sequence,) = run.add(40, max_tokens=20)
-    most = 0
+    peak = 0
     while run.step():
-        most = max(most, run.pool.num_used)
+        peak = max(peak, run.pool.num_used)
         if sequence.num_output == 10:
             assert sequence.dropped == sequence.computed // 2 or sequence.dropped + 4 > sequence.computed // 2
             assert len(sequence.blocks) < 10
@@ -217,7 +217,7 @@ def test_kvc_01_compression_frees_blocks_and_positions_stay_where_they_were():
     assert run.blocks.dropped > 20
 
 
-def test_compressed_blocks_never_enter_the_cache_and_cached_ones_are_not_written_to():
+def test_compressed_blocks_are_not_cached_and_cached_blocks_are_not_written_to():
     run = loop(ratio=half)
     (first,) = run.add([i % 7 for i in range(40)], max_tokens=20)
     run.run()
@@ -232,7 +232,7 @@ def test_compressed_blocks_never_enter_the_cache_and_cached_ones_are_not_written
 
 
 @pytest.mark.parametrize("swap", [None, 3])
-def test_with_compression_nobody_is_preempted_for_blocks(swap):
+def test_with_compression_no_sequence_is_preempted_for_blocks(swap):
     run = loop(blocks=16, max_num_seqs=4, ratio=half, swap=swap)
     for n in range(5):
         run.add([(n + i * i) % 7 for i in range(20)], max_tokens=30)
@@ -241,7 +241,7 @@ def test_with_compression_nobody_is_preempted_for_blocks(swap):
     assert run.scheduler.num_preemptions == 0
 
 
-def test_with_swap_a_compressed_sequence_makes_way_for_a_more_urgent_one_and_comes_back_compressed():
+def test_with_swap_a_compressed_sequence_is_preempted_by_a_more_urgent_one_and_stays_compressed():
     run = loop(blocks=16, max_num_seqs=1, ratio=half, swap=3, discipline=SLOFirst(aging_seconds=1000))
     run.swap._faults = False
     (long,) = run.add(24, max_tokens=30, slo=SLO(priority=3))
@@ -260,9 +260,9 @@ def test_with_swap_a_compressed_sequence_makes_way_for_a_more_urgent_one_and_com
     run.check_endings()
 
 
-def test_compression_takes_nothing_that_is_kept_for_others_where_beginnings_are_shared():
-    """Continuations share their prompt, and each would need copies of its own to be compressed: admission counted the
-    prompt once. Whoever cannot be compressed without what is kept for others is not, and all of them end."""
+def test_compression_of_shared_prompts_leaves_reserved_blocks_alone():
+    """Continuations share their prompt, and each needs blocks of its own to be compressed, but admission counted the
+    prompt once. A sequence that would need blocks reserved for others is not compressed, and all of them end."""
     run = loop(blocks=34, max_num_seqs=4, max_model_len=72, ratio=half, prefix_caching=False)
     run.add([i % 7 for i in range(40)], n=3, max_tokens=30)
     run.run()
@@ -270,8 +270,8 @@ def test_compression_takes_nothing_that_is_kept_for_others_where_beginnings_are_
     assert run.scheduler.num_preemptions == 0
 
 
-def test_a_step_needs_no_room_on_the_host_for_what_others_hold_too():
-    """Of a preempted continuation only what it alone holds is swapped."""
+def test_only_blocks_without_other_holders_are_swapped_out():
+    """Continuations share their prompt's blocks."""
     run = loop(blocks=22, max_num_seqs=4, max_model_len=72, prefix_caching=False, swap=1)
     run.swap._faults = False
     run.add([i % 7 for i in range(40)], n=3, max_tokens=30)
@@ -283,8 +283,8 @@ def test_a_step_needs_no_room_on_the_host_for_what_others_hold_too():
     run.check_endings()
 
 
-def test_a_step_that_raises_forgets_what_was_swapped():
-    """Its last rows may be those of the step: a request that only scores would wait for ever for their end."""
+def test_a_step_that_raises_drops_swapped_blocks():
+    """Their last rows may be those that the step did not write."""
     run = loop(blocks=16, max_num_seqs=4, prefix_caching=False, swap=1)
     run.swap._faults = False
     for n in range(3):

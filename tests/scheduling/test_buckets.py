@@ -1,4 +1,4 @@
-"""Compiled sizes: few, ascending, and filled so that it never costs more than padding."""
+"""Compiled sizes: few, ascending, and filled at no higher cost than padding."""
 
 import functools
 
@@ -12,7 +12,7 @@ DEFAULTS = [(32, 512, 1, 16), (32, 512, 2, 16), (256, 8192, 1, 256)]  # CPU floa
 
 
 @pytest.mark.parametrize(("seqs", "budget", "smallest", "overhead"), DEFAULTS)
-def test_defaults_are_twelve_bodies_at_most_ascending_and_cover(seqs, budget, smallest, overhead):
+def test_the_defaults_are_at_most_twelve_bodies_and_cover_all_row_counts(seqs, budget, smallest, overhead):
     buckets = default_buckets(
         max_num_seqs=seqs, max_num_batched_tokens=budget, smallest_decode=smallest, overhead=overhead
     )
@@ -25,7 +25,7 @@ def test_defaults_are_twelve_bodies_at_most_ascending_and_cover(seqs, budget, sm
 @given(
     st.integers(1, 1024).flatmap(lambda seqs: st.tuples(st.just(seqs), st.integers(seqs, 20_000))), st.integers(1, 2)
 )
-def test_default_buckets_hold_any_step(limits, smallest):
+def test_default_buckets_cover_any_step(limits, smallest):
     seqs, budget = limits
     buckets = default_buckets(max_num_seqs=seqs, max_num_batched_tokens=budget, smallest_decode=smallest)
     for sizes in (buckets.decode, buckets.mixed):
@@ -36,19 +36,19 @@ def test_default_buckets_hold_any_step(limits, smallest):
     assert smallest <= buckets.decode[0]
 
 
-def test_a_size_that_no_bucket_holds_is_named():
+def test_a_size_larger_than_all_buckets_is_an_error():
     buckets = Buckets(decode=(1, 2), mixed=(16, 64))
-    with pytest.raises(ValueError, match=r"no bucket holds 65, the sizes are \[16, 64\]"):
+    with pytest.raises(ValueError, match=r"no bucket holds 65; the sizes are \[16, 64\]"):
         buckets.cover_mixed(65)
 
 
 @functools.cache
-def least(buckets: Buckets, tokens: int, certain: int) -> int:
-    """Least cost to run `tokens`, `certain` of which come back in every step: every way to fill buckets is tried."""
+def lowest_cost(buckets: Buckets, tokens: int, certain: int) -> int:
+    """The lowest cost over all ways to run `tokens` tokens, of which `certain` recur in each step."""
     ways = [buckets.cover_mixed(tokens) + buckets.overhead]
     for size in buckets.mixed:
         if certain < size < tokens:
-            ways.append(size + buckets.overhead + least(buckets, tokens - size + certain, certain))
+            ways.append(size + buckets.overhead + lowest_cost(buckets, tokens - size + certain, certain))
     return min(ways)
 
 
@@ -62,27 +62,27 @@ def fills(draw):
 
 @settings(max_examples=300)
 @given(fills())
-def test_fill_never_splits_where_that_costs_more(given_):
+def test_fill_never_splits_if_that_costs_more(given_):
     buckets, wanted, certain = given_
     now = buckets.fill(wanted, certain)
     assert certain < now <= wanted
     if now < wanted:
         assert now in buckets.mixed
-        rest = now + buckets.overhead + least(buckets, wanted - now + certain, 0)
+        rest = now + buckets.overhead + lowest_cost(buckets, wanted - now + certain, 0)
         assert rest < buckets.cover_mixed(wanted) + buckets.overhead
 
 
 @pytest.mark.parametrize(
     ("wanted", "certain", "now"),
     [
-        (32, 0, 32),  # an edge
-        (33, 0, 32),  # 48 and 48 against 144
-        (33, 31, 32),  # one token of the prompt now, and 31 + 1 in the next step
-        (33, 32, 33),  # the bucket below holds no prompt token
-        (129, 128, 129),  # nor here
-        (40, 31, 40),  # the 31 come back, so that 39 were left for another 128
-        (120, 0, 120),  # a short padding is the cheapest
-        (129, 0, 128),  # 144 and 48 against 528
+        (32, 0, 32),  # exactly a bucket
+        (33, 0, 32),  # cost 48 + 48, against 144
+        (33, 31, 32),  # one prompt token now, 31 + 1 in the next step
+        (33, 32, 33),  # the smaller bucket holds no prompt token
+        (129, 128, 129),  # the same
+        (40, 31, 40),  # the 31 recur, so that 39 would remain for another 128
+        (120, 0, 120),  # little padding is cheapest
+        (129, 0, 128),  # cost 144 + 48, against 528
         (500, 0, 500),
         (512, 31, 512),
     ],

@@ -1,4 +1,4 @@
-"""Faults that other engines had, as reported in public, and what must happen here instead."""
+"""Publicly reported faults of other engines, and the behaviour required here."""
 
 import pytest
 
@@ -15,10 +15,10 @@ def config(**changes) -> SchedulerConfig:
     return SchedulerConfig(**{"buckets": default_buckets(**sizes)} | limits)
 
 
-# -- SCH-01: what can never fit ---------------------------------------------------------------------------------------
+# -- SCH-01: requests that can never fit ------------------------------------------------------------------------------
 
 
-def test_sch_01_a_prompt_that_can_never_fit_is_refused_with_the_numbers_and_blocks_nobody():
+def test_sch_01_a_prompt_that_can_never_fit_is_rejected_and_blocks_no_other():
     loop = Loop(blocks=50, block_size=16, max_model_len=800, max_num_batched_tokens=256)
     with pytest.raises(InvalidRequest, match=r"800 tokens, but the prompt has 1008 tokens and asks for 16 more"):
         loop.add(63 * 16)
@@ -29,7 +29,7 @@ def test_sch_01_a_prompt_that_can_never_fit_is_refused_with_the_numbers_and_bloc
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(800, 0), (799, 1), (784, 16), (1, 799)])
-def test_sch_01_what_fits_exactly_runs_and_the_next_one_too(prompt, max_tokens):
+def test_sch_01_a_request_that_fits_exactly_runs_and_so_does_the_next(prompt, max_tokens):
     loop = Loop(blocks=50, block_size=16, max_model_len=800, max_num_batched_tokens=256)
     loop.add(prompt, max_tokens=max_tokens)
     (short,) = loop.add(5, max_tokens=3)
@@ -40,7 +40,7 @@ def test_sch_01_what_fits_exactly_runs_and_the_next_one_too(prompt, max_tokens):
 
 
 @pytest.mark.parametrize("max_tokens", [None, 10**6])
-def test_sch_01_max_tokens_beyond_the_pool_end_by_length_at_the_context(max_tokens):
+def test_sch_01_max_tokens_beyond_the_context_end_at_the_context(max_tokens):
     loop = Loop(blocks=4, block_size=4, max_model_len=16)
     (sequence,) = loop.add(5, max_tokens=max_tokens)
     loop.run(steps=20)
@@ -48,7 +48,7 @@ def test_sch_01_max_tokens_beyond_the_pool_end_by_length_at_the_context(max_toke
 
 
 @pytest.mark.parametrize("blocks", [49, 50])
-def test_sch_01_a_pool_smaller_than_the_context_is_refused(blocks):
+def test_sch_01_a_pool_smaller_than_the_context_is_rejected(blocks):
     pool = BlockPool(blocks + 1, 16)
     if blocks == 50:
         Scheduler(config(max_model_len=800), pool)
@@ -57,7 +57,7 @@ def test_sch_01_a_pool_smaller_than_the_context_is_refused(blocks):
             Scheduler(config(max_model_len=800), pool)
 
 
-def test_limits_that_do_not_agree_are_refused_with_the_numbers():
+def test_inconsistent_limits_are_rejected():
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(4\)"):
         config(max_num_batched_tokens=3)
     for buckets in (Buckets(decode=(1, 3), mixed=(64,)), Buckets(decode=(1, 4), mixed=(16, 63))):
@@ -65,7 +65,7 @@ def test_limits_that_do_not_agree_are_refused_with_the_numbers():
             config(buckets=buckets)
 
 
-def test_api_10_a_live_id_is_refused_and_the_first_goes_on():
+def test_api_10_a_duplicate_of_a_live_id_is_rejected():
     loop = Loop(blocks=8, block_size=4, max_model_len=16)
     loop.add(4, id="same", max_tokens=4)
     loop.step()
@@ -93,8 +93,8 @@ L = 32
 def test_api_14_prompts_at_the_edge_of_the_context(prompt, max_tokens, room):
     loop = Loop(blocks=L // 4, block_size=4, max_model_len=L)
     if room is None:
-        wish = f" and asks for {max_tokens} more" if max_tokens is not None else ""
-        with pytest.raises(InvalidRequest, match=f"length is {L} tokens, but the prompt has {prompt} tokens{wish}[.]"):
+        more = f" and asks for {max_tokens} more" if max_tokens is not None else ""
+        with pytest.raises(InvalidRequest, match=f"length is {L} tokens, but the prompt has {prompt} tokens{more}[.]"):
             loop.add(prompt, max_tokens=max_tokens)
     else:
         (sequence,) = loop.add(prompt, max_tokens=max_tokens)
@@ -104,7 +104,7 @@ def test_api_14_prompts_at_the_edge_of_the_context(prompt, max_tokens, room):
     loop.check_endings()
 
 
-def test_an_empty_prompt_is_refused():
+def test_an_empty_prompt_is_rejected():
     with pytest.raises(InvalidRequest, match="the prompt is empty"):
         output_room(Request(id="r", prompt_ids=(), params=SamplingParams()), 16)
 
@@ -115,7 +115,7 @@ def test_an_empty_prompt_is_refused():
 @pytest.mark.parametrize("budget", [8, 24, 512])
 @pytest.mark.parametrize("long_comes", ["first", "last", "while they decode"])
 @pytest.mark.parametrize("long", [18 * 16, 12 * 16, 9 * 16])
-def test_sch_03_a_long_prompt_and_decoders_in_a_small_pool_do_not_undo_each_other(long, long_comes, budget):
+def test_sch_03_a_long_prompt_and_decoding_sequences_in_a_small_pool_make_progress(long, long_comes, budget):
     loop = Loop(blocks=20, block_size=16, max_model_len=320, max_num_batched_tokens=budget)
     prompts = [long, 10, 10, 10, 10] if long_comes == "first" else [10, 10, 10, 10, long]
     for i, prompt in enumerate(prompts):
@@ -131,8 +131,8 @@ def test_sch_03_a_long_prompt_and_decoders_in_a_small_pool_do_not_undo_each_othe
     assert max(loop.admitted.values()) <= 6
 
 
-def test_sch_03_whoever_is_let_in_leaves_a_block_to_each_that_runs():
-    """Three that decode get to their next block while the fourth prefills: it would be preempted, and again."""
+def test_sch_03_admission_leaves_a_block_for_each_running_sequence():
+    """Three decoding sequences need their next block while the fourth prefills, which would be preempted repeatedly."""
     loop = Loop(blocks=10, block_size=4, max_model_len=40, max_num_batched_tokens=8)
     for _ in range(3):
         loop.add(4, max_tokens=5)
@@ -161,7 +161,7 @@ def test_sch_06_a_budget_of_317_has_a_bucket_that_covers_it(tokens):
 # -- PRE: preemption changes nothing ----------------------------------------------------------------------------------
 
 
-def test_pre_01_two_requests_in_seven_blocks_say_what_they_say_in_sixty_four():
+def test_pre_01_two_requests_give_the_same_output_in_7_blocks_and_in_64():
     endings = []
     for blocks in (7, 64):
         loop = Loop(blocks=blocks, block_size=16, max_model_len=70)
@@ -180,7 +180,7 @@ def test_pre_01_two_requests_in_seven_blocks_say_what_they_say_in_sixty_four():
     ids=["in the prefill", "before the first decode", "after 3 tokens", "3 times", "3 times at once", "in between"],
 )
 @pytest.mark.parametrize("wanted", [{}, {"n": 3}, {"prompt_logprobs": 0}, {"min_tokens": 12, "ignore_eos": False}])
-def test_pre_03_a_preempted_sequence_says_what_it_says_alone(after, wanted):
+def test_pre_03_a_preempted_sequence_gives_the_output_it_gives_alone(after, wanted):
     loop = Loop(blocks=40, block_size=4, max_model_len=48, max_num_batched_tokens=8, eos={3})
     loop.add(8, max_tokens=20, **{"ignore_eos": True} | wanted)
     loop.add(9, max_tokens=20, ignore_eos=True)
@@ -198,25 +198,25 @@ def test_pre_03_a_preempted_sequence_says_what_it_says_alone(after, wanted):
 
 @pytest.mark.parametrize("what", ["preempt", "raise"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_pre_03_prompt_logprobs_are_handed_out_once_whatever_is_computed_twice(what, steps):
+def test_pre_03_prompt_logprobs_are_returned_once_after_recomputation(what, steps):
     loop = Loop(blocks=40, block_size=4, max_model_len=48, max_num_batched_tokens=8)
     (sequence,) = loop.add(22, max_tokens=5, prompt_logprobs=0)
     for _ in range(steps):
         loop.step()
-    handed_out = sequence.scored
-    assert handed_out == 8 * (steps - 1)
+    returned = sequence.scored
+    assert returned == 8 * (steps - 1)
     if what == "preempt":
         loop.preempt(sequence)
     else:
         loop.fail_step(dispatched=True)
     loop.step()
     loop.step()
-    assert sequence.scored >= handed_out
+    assert sequence.scored >= returned
     loop.run(steps=20)
     loop.check_endings()
 
 
-def test_pre_03_a_preempted_sequence_waits_for_its_token_and_nobody_overtakes_it():
+def test_pre_03_a_preempted_sequence_waits_for_its_token_and_is_not_overtaken():
     loop = Loop(blocks=40, block_size=4, max_model_len=48)
     (first,) = loop.add(8, max_tokens=20)
     loop.step()
@@ -261,7 +261,7 @@ def test_children_of_a_request_that_only_scores_end_with_it():
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_children_of_an_aborted_request_leave_nothing(steps):
+def test_children_of_an_aborted_request_are_aborted(steps):
     loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=8)
     family = loop.add(18, n=4, max_tokens=9)
     for _ in range(steps):
@@ -274,7 +274,7 @@ def test_children_of_an_aborted_request_leave_nothing(steps):
 
 
 @pytest.mark.parametrize("what", ["preempted in its prefill", "preempted after it", "ends at its first token"])
-def test_children_whose_parent_goes_first(what):
+def test_children_of_a_parent_that_is_preempted_or_ends(what):
     loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=8, max_num_seqs=2)
     parent, *children = loop.add(18, n=4, max_tokens=1 if what == "ends at its first token" else 6)
     for _ in range(1 if what == "preempted in its prefill" else 3):
@@ -286,7 +286,7 @@ def test_children_whose_parent_goes_first(what):
     assert [loop.computed[child] for child in children] == [2 + children[0].max_output - 1] * 3
 
 
-def test_children_when_the_parent_is_finished_in_its_prefill():
+def test_children_run_when_their_parent_is_aborted_in_its_prefill():
     loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=8)
     parent, *children = loop.add(18, n=3, max_tokens=6)
     loop.step()
@@ -296,7 +296,7 @@ def test_children_when_the_parent_is_finished_in_its_prefill():
     assert {child.finish_reason for child in children} == {"length"}
 
 
-def test_blocks_of_waiting_children_are_no_deadlock():
+def test_blocks_of_waiting_children_cause_no_deadlock():
     """The children of the first request hold its prompt's blocks while another needs the whole pool."""
     loop = Loop(blocks=8, block_size=4, max_model_len=32, max_num_seqs=2)
     (long,) = loop.add(4, max_tokens=28)
@@ -306,8 +306,8 @@ def test_blocks_of_waiting_children_are_no_deadlock():
     assert max(loop.admitted[s] for s in (long, *family)) <= 3
 
 
-def test_a_child_keeps_a_prompt_that_its_parent_holds_anyway():
-    """Taking its references back would free no block, only lose it the prompt."""
+def test_a_waiting_child_keeps_blocks_that_its_parent_holds():
+    """Dropping its references would free no block."""
     loop = Loop(blocks=7, block_size=4, max_model_len=28, max_num_seqs=2)
     _, child = loop.add(18, n=2, max_tokens=9)
     (other,) = loop.add(4, max_tokens=5)
@@ -317,7 +317,7 @@ def test_a_child_keeps_a_prompt_that_its_parent_holds_anyway():
     assert loop.computed[child] == 2 + 8
 
 
-def test_a_prompt_kept_for_waiting_children_goes_before_anyone_is_preempted():
+def test_blocks_of_waiting_children_are_freed_before_a_sequence_is_preempted():
     loop = Loop(blocks=8, block_size=4, max_model_len=32)
     loop.add(4, max_tokens=8)
     loop.add(4, max_tokens=8)
@@ -328,11 +328,11 @@ def test_a_prompt_kept_for_waiting_children_goes_before_anyone_is_preempted():
     assert loop.scheduler.num_preemptions == 0
 
 
-# -- what clients do --------------------------------------------------------------------------------------------------
+# -- aborts and errors ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", range(8))
-def test_kv_04_an_abort_frees_everything_at_once_and_no_step_follows(steps):
+def test_kv_04_an_abort_frees_everything_at_once(steps):
     loop = Loop(blocks=40, block_size=4, max_model_len=40, max_num_batched_tokens=8, max_num_seqs=3)
     for _ in range(4):
         loop.add(12, max_tokens=20, ignore_eos=True)
@@ -344,10 +344,10 @@ def test_kv_04_an_abort_frees_everything_at_once_and_no_step_follows(steps):
     planned = len(loop.plans)
     loop.run(steps=3)
     assert len(loop.plans) == planned
-    assert loop.scheduler.abort("r0") == loop.scheduler.abort("nobody") == []
+    assert loop.scheduler.abort("r0") == loop.scheduler.abort("unknown") == []
 
 
-def test_contract_e_after_a_step_that_raised_all_is_computed_again():
+def test_contract_e_all_is_recomputed_after_a_step_that_raised():
     loop = Loop(blocks=40, block_size=4, max_model_len=40, max_num_batched_tokens=16)
     loop.add(12, max_tokens=9, n=3, prompt_logprobs=0)
     loop.add(7, max_tokens=9)

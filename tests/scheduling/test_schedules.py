@@ -1,4 +1,4 @@
-"""Any schedule says what each sequence says alone: random ones on the fake device, one step ahead as the engine is."""
+"""Random schedules on the fake device: each sequence gives the output that it gives alone."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ LENGTHS = {"a": 1, "b": 2, "c": 3, "d": 6}  # of images, by name
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that happens at a step: `add` (what), or one of the others to live request number `which`."""
+    """An event at a step: `add` of the request `what`, or another kind that affects live request number `which`."""
 
     step: int
     kind: str
@@ -24,8 +24,8 @@ class Event:
     which: int = 0
 
 
-class Guess:
-    """A cost model that knows nothing but the size."""
+class SizeCost:
+    """A cost model that depends only on the size of the bucket."""
 
     def seconds(self, shape):
         return 0.1 * shape.size
@@ -36,7 +36,7 @@ RATIOS = (lambda step, total: 0.5, lambda step, total: min(0.1 * step, 0.6), lam
 
 @st.composite
 def scenarios(draw, images=False, slo=False, memory=False):
-    """(arguments of Loop, events). Small pools and small numbers, so that everything touches an edge often."""
+    """(arguments of Loop, events). Pools and numbers are small, so that limits are reached often."""
     block_size = draw(st.integers(1, 5))
     max_model_len = draw(st.integers(2, 26))
     max_num_seqs = draw(st.integers(1, 6))
@@ -58,12 +58,12 @@ def scenarios(draw, images=False, slo=False, memory=False):
     if images:
         loop |= {
             "feature_rows": draw(st.integers(max(LENGTHS.values()), 12)),
-            "most_patches": draw(st.integers(max(LENGTHS.values()), 12)),
+            "max_patches": draw(st.integers(max(LENGTHS.values()), 12)),
             "slices": draw(st.integers(1, 4)),
         }
     if slo:
         loop["discipline"] = SLOFirst(aging_seconds=draw(st.sampled_from([1, 3, 10, 1000])))
-        loop["cost"] = draw(st.sampled_from([None, Guess()]))
+        loop["cost"] = draw(st.sampled_from([None, SizeCost()]))
     if memory:
         loop["prefix_caching"] = draw(st.booleans())
         loop["swap"] = draw(st.none() | st.integers(0, 1000))
@@ -80,9 +80,9 @@ def _events(draw, block_size, max_model_len, images=False, slo=False):
         return Event(step, kind, which=draw(st.integers(0, 9)))
     whole_blocks = st.integers(1, max(1, (max_model_len - 1) // block_size)).map(lambda blocks: blocks * block_size)
     prompt = min(draw(st.integers(1, max_model_len) | whole_blocks), max_model_len)
-    most = st.integers(0, max_model_len) if prompt < max_model_len else st.just(0)
+    output = st.integers(0, max_model_len) if prompt < max_model_len else st.just(0)
     salt = draw(st.integers(0, 6))
-    max_tokens = draw(most if prompt == max_model_len else most | st.none())
+    max_tokens = draw(output if prompt == max_model_len else output | st.none())
     what = {
         "prompt": [(salt * i + i * i // 3) % 7 for i in range(prompt)],
         "n": draw(st.sampled_from([1, 1, 1, 2, 4])),
@@ -104,7 +104,7 @@ def _events(draw, block_size, max_model_len, images=False, slo=False):
 
 @st.composite
 def _images(draw, prompt):
-    """Images in a prompt, some of them the same, next to each other or with text between."""
+    """Images in a prompt, some of them equal, adjacent or with text between."""
     media, at = [], 0
     for name in draw(st.lists(st.sampled_from(sorted(LENGTHS)), max_size=4)):
         at += draw(st.integers(0, 4))
@@ -117,7 +117,7 @@ def _images(draw, prompt):
 
 @st.composite
 def _segments(draw, prompt):
-    """A prompt cut anywhere, or not at all."""
+    """Random segments of a prompt, or none."""
     edges = sorted({0, prompt} | draw(st.sets(st.integers(0, prompt), max_size=4)))
     due = sorted(draw(st.lists(st.integers(0, 30), min_size=len(edges) - 1, max_size=len(edges) - 1)))
     return draw(
@@ -158,7 +158,7 @@ def play(loop: Loop, events: list[Event]) -> None:
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(scenarios())
-def test_any_schedule_says_what_each_says_alone(scenario):
+def test_any_schedule_gives_the_output_of_each_alone(scenario):
     arguments, events = scenario
     loop = Loop(**arguments)
     play(loop, events)
@@ -167,8 +167,8 @@ def test_any_schedule_says_what_each_says_alone(scenario):
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(scenarios(images=True))
-def test_any_schedule_with_images_says_what_each_says_alone(scenario):
-    """And the feature array is small, so that images are evicted, taken back and encoded again."""
+def test_any_schedule_with_images_gives_the_output_of_each_alone(scenario):
+    """The encoder cache is small, so images are evicted, reclaimed and encoded again."""
     arguments, events = scenario
     loop = Loop(**arguments)
     play(loop, events)
@@ -177,8 +177,8 @@ def test_any_schedule_with_images_says_what_each_says_alone(scenario):
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.booleans().flatmap(lambda images: scenarios(images=images, slo=True)))
-def test_any_schedule_by_deadline_says_what_each_says_alone(scenario):
-    """However prompts are cut, and whoever is urgent: it decides when work runs, and never what comes out."""
+def test_any_schedule_by_deadline_gives_the_output_of_each_alone(scenario):
+    """Segments and priorities decide when work runs, never its result."""
     arguments, events = scenario
     loop = Loop(**arguments)
     play(loop, events)
@@ -189,8 +189,8 @@ def test_any_schedule_by_deadline_says_what_each_says_alone(scenario):
 @given(
     st.tuples(st.booleans(), st.booleans()).flatmap(lambda some: scenarios(images=some[0], slo=some[1], memory=True))
 )
-def test_pre_01_pre_03_any_schedule_with_shared_swapped_and_compressed_blocks_says_what_each_says_alone(scenario):
-    """The fake device checks each entry that is read: another's, a stale or a lost one would show."""
+def test_pre_01_pre_03_any_schedule_with_shared_swapped_and_compressed_blocks_gives_the_output_of_each_alone(scenario):
+    """The fake device checks each entry that it reads, and would detect a foreign, stale or lost one."""
     arguments, events = scenario
     loop = Loop(**arguments)
     play(loop, events)

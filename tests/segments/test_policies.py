@@ -1,4 +1,4 @@
-"""Every policy covers every prompt; what each makes of a mixed one; and specs, as people write them."""
+"""Coverage of any prompt by each policy, the segments of each, and policy specs."""
 
 import itertools
 
@@ -48,7 +48,7 @@ def ranges(segments):
 
 
 def runs_of(view):
-    """(start, stop) of each medium and of the stretches of text between them."""
+    """(start, stop) of each image or video, and of the stretches of text between them."""
     edges = sorted({0, view.length, *(edge for item in view.media for edge in (item.start, item.stop))})
     return list(itertools.pairwise(edges))
 
@@ -69,7 +69,7 @@ def test_every_policy_covers_every_prompt_exactly_once_in_order(spec, view):
     assert here == view.length
     if spec == "request":
         return
-    for segment in segments:  # no segment is of two modalities, and each is of the one it says
+    for segment in segments:  # each lies in one run and has the run's modality
         start, stop = next(run for run in runs_of(view) if run[0] <= segment.start < run[1])
         assert segment.stop <= stop
         media = {item.start: item.modality for item in view.media}
@@ -81,20 +81,20 @@ def test_every_policy_covers_every_prompt_exactly_once_in_order(spec, view):
 )
 @given(view=prompts())
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_media_are_cut_by_nothing_but_regions(spec, view):
+def test_only_by_region_and_hybrid_cut_media(spec, view):
     segments = make_policy(spec)(view)
     for item in view.media:
         assert spec == "request" or (item.start, item.stop, item.modality) in ranges(segments)
 
 
-def test_request_counts_as_the_medium_with_the_most_tokens():
+def test_request_has_the_modality_of_the_media_with_the_most_tokens():
     assert ranges(request(view_of(["Hello."]))) == [(0, 6, "text")]
     video = Image(2, 2, steps=2, modality="video")
     assert ranges(request(view_of(["Hello, what is it?", Image(2, 2), video]))) == [(0, 30, "video")]
     assert ranges(request(view_of([Image(2, 3), Image(2, 3), video])))[0][2] == "image"
 
 
-def test_by_modality_gives_media_tables_and_the_text_between():
+def test_by_modality_separates_media_tables_and_text():
     view = view_of(["Hi.\n", Control("<v>"), Image(2, 2), Control("</v>"), f"Look:\n{TABLE}Why?", Image(1, 2)])
     segments = by_modality(view)
     assert [(s.label, s.modality) for s in segments] == [
@@ -109,14 +109,14 @@ def test_by_modality_gives_media_tables_and_the_text_between():
 
 
 @given(st.integers(0, 2000))
-def test_a_table_has_all_of_its_tokens(seed):
+def test_a_table_includes_tokens_that_are_partly_in_it(seed):
     view = view_of([f"Look:\n\n{TABLE}\nWhy not so?"], seed=seed, longest=9)
     (table,) = [view.text(s.start, s.stop) for s in by_modality(view) if s.modality == "table"]
     assert TABLE in table
-    assert len(table) <= len(TABLE) + 16  # tokens it has a part of
+    assert len(table) <= len(TABLE) + 16  # partial tokens at both ends
 
 
-def test_two_tables_in_one_token():
+def test_a_token_may_span_two_tables():
     view = view_of(["a\t1\nb\t2\nc\t3\n" + "a,1\nb,2\nc,3\n"])
     assert [s.label for s in by_modality(view)] == ["table 1", "table 2"]
     for longest in (14, 60):
@@ -124,7 +124,7 @@ def test_two_tables_in_one_token():
         check_cover(by_modality(view), view.length)
 
 
-def test_by_length_cuts_text_and_leaves_media_whole():
+def test_by_length_cuts_only_text():
     view = view_of(["abcdefghij", Image(3, 3), "abc"])
     assert ranges(by_length(4)(view)) == [
         (0, 4, "text"),
@@ -142,7 +142,7 @@ def test_by_length_cuts_text_and_leaves_media_whole():
     ]
 
 
-def test_by_sentence_joins_sentences_up_to_a_length():
+def test_by_sentence_joins_sentences_up_to_max_length():
     view = view_of(["One it. Two it. Three it. Four it. " + "X" * 40 + ". Six."])
     joined = make_policy({"policy": "by_sentence", "max_length": 20})(view)
     assert pieces(view, joined) == ["One it. Two it. ", "Three it. Four it. ", "X" * 40 + ". ", "Six."]
@@ -154,7 +154,7 @@ def story(sentences):
     return "".join("The cat sat by it" + " and on" * (2 + number * 5 % 13) + ". " for number in range(sentences))
 
 
-# Parts, and how many times the longest segment may be as long as the shortest.
+# Parts, and the largest allowed ratio of the longest segment to the shortest.
 MIXES = {
     "a document": ([story(90)], 1.2),
     "a document with an image": ([story(50), Image(28, 36), story(24)], 1.5),
@@ -163,25 +163,25 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize(("parts", "most"), MIXES.values(), ids=MIXES)
-def test_hybrid_balances_what_is_long(parts, most):
+@pytest.mark.parametrize(("parts", "max_ratio"), MIXES.values(), ids=MIXES)
+def test_hybrid_balances_long_runs(parts, max_ratio):
     view = view_of(parts, words=True)
     segments = hybrid()(view)
     check_cover(segments, view.length)
     lengths = [segment.length for segment in segments]
     assert max(lengths) <= 256
-    assert max(lengths) / min(lengths) <= most
+    assert max(lengths) / min(lengths) <= max_ratio
     whole = [segment.length for segment in by_modality(view)]
-    assert len(whole) == 1 or max(whole) / min(whole) > most
+    assert len(whole) == 1 or max(whole) / min(whole) > max_ratio
 
 
-def test_hybrid_parts_of_one_item_differ_by_at_most_a_unit():
+def test_hybrid_parts_of_an_image_differ_by_at_most_one_row():
     view = view_of([Image(29, 31)])
     rows = [s.length // 31 for s in hybrid(max_image=200)(view)]
     assert sum(rows) == 29
     assert all(s.length % 31 == 0 for s in hybrid(max_image=200)(view))
     assert max(rows) - min(rows) <= 1
-    assert len(rows) == -(-29 // 6)  # six rows are the most that fit
+    assert len(rows) == -(-29 // 6)  # a part has room for six rows
     assert [s.label for s in hybrid(max_image=500)(view)] == ["image 1 part 1", "image 1 part 2"]
 
 
@@ -194,7 +194,7 @@ def test_hybrid_cuts_videos_between_steps_and_long_steps_between_rows():
     assert [s.length for s in hybrid(max_image=20)(wide)] == [50] * 3
 
 
-def test_hybrid_leaves_tables_and_short_items_whole():
+def test_hybrid_leaves_tables_and_short_runs_whole():
     view = view_of(["Hi. You. ", Image(3, 3), "Look.\n", TABLE * 20, "Well. So."])
     assert [(s.label, s.length) for s in hybrid(max_text=20, max_image=9)(view)] == [
         ("text 1", 9),
@@ -205,7 +205,7 @@ def test_hybrid_leaves_tables_and_short_items_whole():
     ]
 
 
-def test_policies_for_each_modality():
+def test_a_spec_may_have_a_policy_per_modality():
     view = view_of(["One. Two.\n", Image(4, 2), f"Look.\n{TABLE}Three. Four.", Image(1, 2, steps=2, modality="video")])
     spec = {
         "text": {"policy": "by_sentence"},
@@ -227,7 +227,7 @@ def test_policies_for_each_modality():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_name_alone_is_a_mapping_without_arguments(name):
+def test_a_name_equals_a_mapping_without_arguments(name):
     if name in ("by_length", "by_region"):
         return
     view = view_of(["One. Two. " * 40, Image(20, 20)])
@@ -240,28 +240,28 @@ ALL = "request, by_modality, by_length, by_sentence, by_region, hybrid"
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        ("by_word", f"unknown segment policy 'by_word'; there are {ALL}$"),
-        ("", f"unknown segment policy ''; there are {ALL}"),
-        ({"policy": None}, f"unknown segment policy None; there are {ALL}"),
-        ({"policy": ["hybrid"]}, f"there are {ALL}"),
+        ("by_word", f"unknown segment policy 'by_word'; expected one of {ALL}$"),
+        ("", f"unknown segment policy ''; expected one of {ALL}"),
+        ({"policy": None}, f"unknown segment policy None; expected one of {ALL}"),
+        ({"policy": ["hybrid"]}, f"expected one of {ALL}"),
         (None, "a segment policy is a name, a mapping"),
         (7, "a segment policy is a name, a mapping"),
         ([], "a segment policy is a name, a mapping"),
         ({}, "a segment policy is a name, a mapping"),
-        ({"audio": "request"}, "unknown key 'audio'; there are 'policy', or the modalities text, image, video, table"),
+        ({"audio": "request"}, "unknown key 'audio'; expected 'policy', or the modalities text, image, video, table"),
         ({"text": "request", 3: "request"}, "unknown key 3"),
         ("by_length", "by_length needs max_length; it takes max_length"),
         ({"policy": "by_length"}, "by_length needs max_length"),
-        ({"policy": "by_length", "max_length": 0}, "max_length must be a whole number of tokens, at least 1, got 0"),
+        ({"policy": "by_length", "max_length": 0}, "max_length must be an integer of at least 1, got 0"),
         ({"policy": "by_length", "max_length": True}, "got True"),
         ({"policy": "by_length", "max_length": 2.5}, "got 2.5"),
         ({"policy": "by_length", "max_length": 5, "max": 3}, "unknown argument 'max'; it takes max_length"),
-        ({"policy": "by_sentence", "max_length": 0}, "at least 1, got 0"),
+        ({"policy": "by_sentence", "max_length": 0}, "integer of at least 1, got 0"),
         ({"policy": "hybrid", "max_test": 5}, "unknown argument 'max_test'; it takes max_text, max_image, max_video"),
-        ({"policy": "hybrid", "max_image": "5"}, "max_image must be a whole number"),
-        ({"policy": "request", "max_length": 5}, "unknown argument 'max_length'; it takes none"),
+        ({"policy": "hybrid", "max_image": "5"}, "max_image must be an integer"),
+        ({"policy": "request", "max_length": 5}, "unknown argument 'max_length'; it takes no arguments"),
         ({"policy": "by_region"}, "by_region needs regions"),
-        ({"policy": "by_region", "regions": {"rows": 0}}, "segment policy by_region: regions: rows is 0; valid are"),
+        ({"policy": "by_region", "regions": {"rows": 0}}, "segment policy by_region: regions: rows is 0; expected"),
         ({"image": "by_length"}, "for image: 'by_length'; expected one of request, by_modality, by_region, hybrid"),
         ({"video": {"policy": "by_sentence"}}, "for video"),
         (
@@ -273,7 +273,7 @@ ALL = "request, by_modality, by_length, by_sentence, by_region, hybrid"
         ({"text": {"policy": "by_length"}}, "for text: segment policy by_length needs max_length"),
     ],
 )
-def test_bad_specs_are_refused_with_what_there_is(spec, fault):
+def test_invalid_specs_are_rejected_with_what_is_expected(spec, fault):
     with pytest.raises(ValueError, match=fault) as caught:
         make_policy(spec)
     assert not isinstance(caught.value, InvalidRequest)

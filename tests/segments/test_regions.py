@@ -1,4 +1,4 @@
-"""Regions of images, against which region the middle of each token lies in."""
+"""Regions of images, compared with the region that the centre of each token is in."""
 
 import collections
 import itertools
@@ -35,7 +35,7 @@ def test_a_grid_is_as_equal_as_whole_tokens_allow(rows, cols, down, across):
     assert sorted(bands.values()) == sorted(height * width for height in heights for width in widths)
 
 
-def test_bands_are_one_segment_each_and_columns_one_a_row():
+def test_a_band_is_one_segment_and_a_column_is_one_per_row():
     view = view_of(["Look: ", Image(8, 6), "Why?"])
     bands = by_region({"rows": 2})(view)
     assert [(s.start, s.stop, s.label) for s in bands[1:-1]] == [
@@ -50,17 +50,17 @@ def test_bands_are_one_segment_each_and_columns_one_a_row():
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
-def test_named_regions_hold_the_tokens_whose_middle_lies_in_them(rows, cols, data):
+def test_a_named_region_contains_the_tokens_whose_centre_is_in_it(rows, cols, data):
     x, y = data.draw(st.floats(0.05, 0.95)), data.draw(st.floats(0.05, 0.95))
     boxes = {"a": [0, 0, x, y], "b": [x, 0.0, 1.0, y], "c": [0, y, x, 1]}
     labels = painted(view_of([Image(rows, cols)]), by_region(boxes))
     for index, label in enumerate(labels):
-        middle_x, middle_y = (index % cols + 0.5) / cols, (index // cols + 0.5) / rows
+        centre_x, centre_y = (index % cols + 0.5) / cols, (index // cols + 0.5) / rows
         expected = {(True, True): "a", (False, True): "b", (True, False): "c", (False, False): "rest"}
-        assert label == "image 1 " + expected[middle_x < x, middle_y < y]
+        assert label == "image 1 " + expected[centre_x < x, centre_y < y]
 
 
-def test_regions_begin_anew_in_each_step_of_a_video():
+def test_each_step_of_a_video_has_its_own_regions():
     view = view_of([Image(2, 2, steps=2, modality="video"), Image(2, 1)])
     assert (
         painted(view, by_region({"all": [0, 0, 1, 1]}))
@@ -92,13 +92,13 @@ def test_regions_begin_anew_in_each_step_of_a_video():
         ({"rest": [0, 0, 1, 1]}, "cannot be a region's name"),
         ({3: [0, 0, 1, 1]}, "cannot be a region's name"),
         (LEFT_RIGHT | {"middle": [0.4, 0.4, 0.6, 0.6]}, "'left' .* and 'middle' .* overlap"),
-        ({f"r{i}": [i / 100, 0, (i + 1) / 100, 1] for i in range(65)}, "65 of them"),
+        ({f"r{i}": [i / 100, 0, (i + 1) / 100, 1] for i in range(65)}, "got 65"),
     ],
 )
-def test_bad_regions_are_refused_with_what_is_valid(regions, fault):
+def test_invalid_regions_are_rejected_with_what_is_expected(regions, fault):
     with pytest.raises(ValueError, match=fault) as caught:
         by_region(regions)
-    assert 'valid are a grid {"rows": 2, "cols": 2}' in str(caught.value)
+    assert 'expected a grid {"rows": 2, "cols": 2}' in str(caught.value)
     assert "[x0, y0, x1, y1]" in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Segment, the view of a prompt, and the rule that segments cover it."""
+"""Segment, PromptView, and the check that segments cover a prompt."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ def segments(*ranges):
 
 
 @pytest.mark.parametrize(
-    ("ranges", "length", "place", "fault"),
+    ("ranges", "length", "token", "fault"),
     [
         ([(0, 3), (4, 6)], 6, 3, r"tokens \[3, 4\) are in no segment"),
         ([(1, 6)], 6, 0, r"tokens \[0, 1\) are in no segment"),
@@ -34,15 +34,15 @@ def segments(*ranges):
         ([(-1, 6)], 6, -1, "begins before the prompt"),
     ],
 )
-def test_check_cover_names_the_place(ranges, length, place, fault):
+def test_check_cover_reports_the_first_bad_token(ranges, length, token, fault):
     with pytest.raises(InvalidRequest, match=fault) as caught:
         check_cover(segments(*ranges), length)
-    assert f"at token {place}:" in str(caught.value)
+    assert f"at token {token}:" in str(caught.value)
     assert caught.value.param == "segment_policy"
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
-def test_check_cover_passes_covers_and_nothing_else(lengths, data):
+def test_check_cover_accepts_only_covers(lengths, data):
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     good = segments(*zip([0, *ends], ends, strict=False))
     check_cover(good, ends[-1])
@@ -55,21 +55,21 @@ def test_check_cover_passes_covers_and_nothing_else(lengths, data):
         check_cover(bad, ends[-1])
 
 
-def test_segment_has_a_length():
+def test_segment_length():
     assert Segment(start=3, stop=10, modality="table").length == 7
 
 
-def test_media_view_of_another_size_is_refused():
+def test_a_media_view_whose_grid_does_not_match_is_rejected():
     with pytest.raises(ValueError, match="has 7 tokens; 2 steps of 2 x 2 are 8"):
         MediaView(start=1, stop=8, modality="video", grid=(2, 2), steps=2)
 
 
-def test_part_is_a_prompt_of_its_own():
+def test_part_counts_from_its_own_start():
     view = view_of(["ab", Control(), "cd", Image(2, 2), "ef", Image(1, 3), Control(), "g"])
     part = view.part(1, 12)
     assert part.length == 11
     assert part.text(0, 4) == "b<|im_end|>cd"
     assert part.token_texts(8, 10) == ("e", "f")
-    assert [(item.start, item.stop) for item in part.media] == [(4, 8)]  # the second image is not whole in it
+    assert [(item.start, item.stop) for item in part.media] == [(4, 8)]  # the second image is only partly inside
     assert part.controls == (1,)
     assert part.part(4, 8).media[0].start == 0

@@ -1,4 +1,4 @@
-"""Where sentences end. In the cases a bar | marks each end; the pool's sentences are one sentence each, by hand."""
+"""Where sentences end. In CASES, a bar | marks each end; each string in LATIN and WIDE is one sentence."""
 
 import itertools
 import re
@@ -88,7 +88,7 @@ WIDE = ("他用3.14走了。", "为什么？！", "「行こう。」と彼は�
 
 @st.composite
 def articles(draw):
-    """(text, the ends of its sentences)."""
+    """A text, and the ends of its sentences."""
     text, ends = "", []
     for _ in range(draw(st.integers(1, 8))):
         wide = draw(st.booleans())
@@ -99,23 +99,23 @@ def articles(draw):
 
 
 def boundaries(view):
-    """(character up to which a token reaches, whether it is white space) for each place."""
+    """(character index after it, whether it is white space) of each token."""
     texts = view.token_texts(0, view.length)
     return list(zip(itertools.accumulate(map(len, texts)), map(str.isspace, texts), strict=True))
 
 
 @given(articles(), st.integers(0, 999), st.sampled_from([2, 6, 30]))
 @settings(max_examples=200, deadline=None)
-def test_cuts_lie_only_at_ends_of_sentences_moved_to_the_tokens_end(article, seed, longest):
+def test_cuts_are_at_sentence_ends_rounded_up_to_tokens(article, seed, longest):
     text, ends = article
     view = view_of([text], seed=seed, longest=longest)
     tokens = boundaries(view)
     allowed = set()
     for end in ends:
-        place = next(i for i, (char, _) in enumerate(tokens) if char >= end) + 1
-        while place < len(tokens) and tokens[place][1]:
-            place += 1
-        allowed.add(place)
+        stop = next(i for i, (char, _) in enumerate(tokens) if char >= end) + 1
+        while stop < len(tokens) and tokens[stop][1]:
+            stop += 1
+        allowed.add(stop)
     segments = by_sentence(view)
     check_cover(segments, view.length)
     assert {segment.stop for segment in segments} <= allowed | {view.length}
@@ -123,7 +123,7 @@ def test_cuts_lie_only_at_ends_of_sentences_moved_to_the_tokens_end(article, see
 
 @given(articles(), st.integers(0, 999))
 @settings(max_examples=200, deadline=None)
-def test_every_end_is_cut_where_tokens_allow(article, seed):
+def test_every_end_at_a_token_boundary_is_cut(article, seed):
     text, ends = article
     edges = [0, *ends, len(text)]
     parts = [text[a:b] for a, b in itertools.pairwise(edges) if a < b]
@@ -143,31 +143,31 @@ def test_every_end_is_cut_where_tokens_allow(article, seed):
 def test_no_cut_inside_words_numbers_and_abbreviations(chars):
     text = "".join(chars)
     for end in sentence_ends(text)[:-1]:
-        before, behind = text[:end], text[end:]
-        if not behind.strip() or re.match(r"\n *(?:\n|\d\d?[.)]\s)", behind):
-            continue  # the text's end, an empty line, an item
+        before, after = text[:end], text[end:]
+        if not after.strip() or re.match(r"\n *(?:\n|\d\d?[.)]\s)", after):
+            continue  # the end of the text, an empty line, or a list item
         assert re.search(r"[.!。][.!。]*[\")]*$", before)
         assert not re.search(r"(?:^|[^.\w])(?:Dr|e\.g)\.$", before)
         if not re.search(r"[。][.!。]*[\")]*$", before):
-            assert re.match(r"\s|天|$", behind)
-            assert not (re.search(r"\.[\")]*$", before) and re.match(r"\s*a", behind))
+            assert re.match(r"\s|天|$", after)
+            assert not (re.search(r"\.[\")]*$", before) and re.match(r"\s*a", after))
 
 
 @given(st.text(max_size=80))
-def test_ends_are_ascending_and_in_the_text(text):
+def test_ends_are_ascending_and_within_the_text(text):
     ends = sentence_ends(text)
     assert ends == sorted(ends)
     assert ends[-1] == len(text)
     assert ends[0] >= 0
 
 
-def test_white_space_goes_with_the_sentence_before_it_and_words_keep_theirs():
+def test_tokens_of_white_space_belong_to_the_sentence_before():
     texts = ("One", ".", "\n\n", " ", "Two", ".", " Three")
     view = type(view_of([]))(length=7, text=lambda a, b: "".join(texts[a:b]), token_texts=lambda a, b: texts[a:b])
     assert pieces(view, by_sentence(view)) == ["One.\n\n ", "Two.", " Three"]
 
 
-def test_turns_of_a_chat_end_sentences():
+def test_chat_turns_end_sentences():
     turn = (Control("<|im_start|>"), "user\nhello there", Control(), "\n")
     view = view_of([*turn, Control("<|im_start|>"), "assistant\n"])
     assert pieces(view, by_sentence(view)) == [
@@ -176,7 +176,7 @@ def test_turns_of_a_chat_end_sentences():
     ]
 
 
-def test_pieces_without_a_word_are_no_sentences():
+def test_a_stretch_without_words_is_no_sentence():
     for text, expected in (
         ("... !!\n\n* * *\n\nOne.\n\n--", ["... !!\n\n* * *\n\nOne.\n\n--"]),
         ("One.\n\n* * *\n\nTwo. !!", ["One.\n\n", "* * *\n\nTwo. !!"]),
@@ -191,7 +191,7 @@ def test_long_sentences_stay_whole():
     assert split(text) == [text[:-8], " Short.", "\n"]
 
 
-def test_thai_without_line_breaks_is_cut_by_length_at_spaces():
+def test_long_thai_lines_are_cut_at_spaces():
     text = ("ภาษาไทย" * 12 + " ") * 20
     found = split(text)
     assert "".join(found) == text
@@ -210,7 +210,7 @@ def test_code_and_data_are_cut_at_line_breaks():
     assert all(piece.strip() in ("x = f(y)", "") for piece in split(code))
 
 
-def test_media_cut_text_and_are_whole():
+def test_media_end_sentences_and_stay_whole():
     view = view_of(["Look. At ", Image(2, 3), "this. Bye."])
     segments = by_sentence(view)
     assert [(s.modality, s.label) for s in segments] == [

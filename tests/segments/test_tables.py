@@ -1,4 +1,4 @@
-"""What counts as a table. Tables are marked with ⟦ and ⟧."""
+"""Which texts contain tables. In CASES, ⟦ and ⟧ mark each table."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("marked", CASES.values(), ids=CASES)
-def test_tables_of(marked):
+def test_table_spans(marked):
     expected, text = [], ""
     for char in marked:
         if char == "⟦":
@@ -51,7 +51,7 @@ def test_tables_of(marked):
 
 
 @given(st.lists(st.sampled_from(["a", ",", "\t", "|", "-", "\n", "\f", "<table>", "</table>", "</table"])).map("".join))
-def test_spans_are_ordered_ranges(text):
+def test_spans_are_ascending_and_do_not_overlap(text):
     here = 0
     for start, stop in table_spans(text):
         assert here <= start < stop <= len(text)

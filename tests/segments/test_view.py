@@ -1,4 +1,4 @@
-"""Prompts as policies see them, with the tokenizer the engine uses."""
+"""Prompt views with the engine's tokenizer."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from tests.segments.toy import TEXTS, pieces
 
 ARTICLE = "Paris is the capital. Dr. Smith said 3.14 people, e.g. you, go there! 天。今天好！Which way?\n\nThe end."
 SENTENCES = [
-    "Paris is the capital. ",  # a space is a token of its own here
+    "Paris is the capital. ",  # this tokenizer has tokens for single spaces
     "Dr. Smith said 3.14 people, e.g. you, go there! ",
     "天。",
     "今天好！",
@@ -40,23 +40,23 @@ def span(modality, start, rows, cols, merge=2):
     )
 
 
-def test_sentences_of_a_real_tokenizer(tokenizer):
+def test_sentences_with_a_real_tokenizer(tokenizer):
     ids = tokenizer.encode(ARTICLE)
     view = prompt_view(ids, (), tokenizer)
     assert view.length == len(ids) > 70
     assert view.text(0, view.length) == ARTICLE
-    assert "" in view.token_texts(0, view.length)  # its tokens are smaller than characters
+    assert "" in view.token_texts(0, view.length)  # some tokens are parts of a character
     segments = by_sentence(view)
     check_cover(segments, len(ids))
     assert pieces(view, segments) == SENTENCES
-    # What the engine's own decoder says of each segment's tokens.
+    # The engine's own decoder gives the same text.
     assert [tokenizer.decode(ids[s.start : s.stop]) for s in segments] == SENTENCES
 
 
-def test_turns_of_a_chat(tokenizer):
+def test_chat_turns(tokenizer):
     messages = [{"role": "user", "content": "Hello there. Who are you"}]
     view = prompt_view(ids := tokenizer.render_chat(messages), (), tokenizer)
-    assert view.controls == tuple(place for place, token in enumerate(ids) if token in (1, 2))
+    assert view.controls == tuple(index for index, token in enumerate(ids) if token in (1, 2))
     assert pieces(view, by_sentence(view)) == [
         "<|im_start|>user\nHello there. ",
         "Who are you",
@@ -66,7 +66,7 @@ def test_turns_of_a_chat(tokenizer):
 
 @given(TEXTS, st.lists(st.integers(0, 600), max_size=30))
 @settings(max_examples=50, deadline=None)
-def test_text_is_the_tokens_texts(tokenizer, text, ids):
+def test_token_texts_join_to_the_text(tokenizer, text, ids):
     ids = tokenizer.encode(text) + ids
     view = prompt_view(ids, (), tokenizer)
     texts = view.token_texts(0, len(ids))
@@ -76,7 +76,7 @@ def test_text_is_the_tokens_texts(tokenizer, text, ids):
         check_cover(policy(view), len(ids)) if ids else None
 
 
-def test_media_are_grids_of_tokens_and_steps_of_a_video_are_one_item(tokenizer):
+def test_adjacent_steps_of_a_video_are_one_item(tokenizer):
     step = [span("video", start, 4, 6) for start in (20, 26, 32)]
     media = [span("image", 3, 8, 4), *step, span("video", 40, 4, 6), span("video", 46, 6, 4), span("image", 52, 2, 2)]
     view = prompt_view([511] * 60, [*media, span("image", 53, 2, 2)], tokenizer)
@@ -90,7 +90,7 @@ def test_media_are_grids_of_tokens_and_steps_of_a_video_are_one_item(tokenizer):
     ]
 
 
-def test_nothing_is_decoded_until_it_is_read_and_then_once():
+def test_text_is_decoded_once_and_on_first_use():
     class Counting:
         special_ids = frozenset()
         calls = 0

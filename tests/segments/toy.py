@@ -1,4 +1,4 @@
-"""Prompts for policies, made of strings and of grids, and cut into tokens at random places."""
+"""Prompt views made of strings and grids, with simple or random tokenization."""
 
 import dataclasses
 import random
@@ -28,9 +28,11 @@ class Control:
 def view_of(
     parts: Iterable[str | Image | Control], *, seed: int | None = None, longest: int = 6, words: bool = False
 ) -> PromptView:
-    """A prompt of these parts; no token is of two of them. Text is cut into tokens of one character; with `words` into
-    words, each with the space before it; with a seed at random into tokens of up to `longest` characters, and now and
-    then an empty one (the first bytes of a character)."""
+    """Make a prompt of the parts; no token spans two of them.
+
+    A token is one character; with `words`, one word with the space before it; with a seed, a random number of
+    characters up to `longest`, and now and then empty (the first bytes of a character).
+    """
     rng = random.Random(seed)
     texts: list[str] = []
     media: list[MediaView] = []
@@ -115,7 +117,7 @@ PARTS = st.lists(st.one_of(TEXTS, IMAGES, st.builds(Control)), min_size=1, max_s
 
 @st.composite
 def prompts(draw) -> PromptView:
-    """Any layout of text, media and control tokens, at least one token long."""
+    """Text, media and control tokens in any order, at least one token."""
     parts = draw(PARTS)
     view = view_of(parts, seed=draw(st.integers(0, 2**16)), longest=draw(st.sampled_from([1, 3, 20])))
     return view if view.length else view_of(["x"])

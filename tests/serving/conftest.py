@@ -1,8 +1,9 @@
-"""A fake engine behind the real app, on a real socket, run by serving.http.lifecycle; commands without a model."""
+"""Fixtures: the real app over a fake engine on a real socket, and commands without a model."""
 
 import contextlib
 import io
 import json
+import os
 import sys
 import types
 from collections.abc import AsyncIterator
@@ -11,21 +12,21 @@ import aiohttp
 import openai
 import pytest
 from aiohttp import web
-from typer.testing import CliRunner
 
 import omni_jax
 from serving.cli import main as cli
-from serving.cli import serve as cli_serve
-from serving.http import lifecycle as run
+from serving.http import lifecycle
 from serving.http.server import make_app
+from serving.http.settings import SecuritySettings, ServerSettings
 from serving.http.state import SERVER
+from tests.command_line import run_command
 from tests.serving.fake_engine import FakeEngine, FakeInfo, make_tokenizer
 from tests.serving.images import BLUE, RED, png
 from tests.serving.listener import Listener, listening, response
 
 
 class Client:
-    """Raw requests: nothing between the test and the bytes."""
+    """Sends raw HTTP requests."""
 
     def __init__(self, base: str, session: aiohttp.ClientSession):
         self.base = base
@@ -36,7 +37,7 @@ class Client:
             return response.status, await response.json(content_type=None)
 
     async def post(self, path: str, body, **kwargs) -> tuple[int, dict]:
-        """`body` is bytes, or becomes JSON."""
+        """Posts `body`: bytes as they are, anything else as JSON."""
         kwargs.setdefault("headers", {}).setdefault("Content-Type", "application/json")
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.session.post(self.base + path, data=io.BytesIO(data), **kwargs) as response:
@@ -63,22 +64,28 @@ class Client:
         return [block.removeprefix("data: ") for block in blocks]
 
     async def chunks(self, path: str, body: dict) -> list[dict]:
-        """The chunks of a stream that ended well."""
+        """The chunks of a stream that ends without error."""
         *chunks, done = await self.events(path, body)
         assert done == "[DONE]"
         return [json.loads(chunk, parse_constant=pytest.fail) for chunk in chunks]
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine, **options) -> AsyncIterator[Client]:
-    options.setdefault("served_model_names", ["fake", "org/fake-2"])
+async def serving(
+    engine: FakeEngine, *, served_model_name=("fake", "org/fake-2"), max_body_size=64 * 2**20, api_key=(), **options
+) -> AsyncIterator[Client]:
+    """A client of the app over an engine. `options`: allow_request_segment_policy, or arguments of `make_app`."""
+    options["settings"] = ServerSettings(served_model_name=tuple(served_model_name), max_body_size=max_body_size)
+    allow = options.pop("allow_request_segment_policy", False)
+    options["security"] = SecuritySettings(api_key=tuple(api_key), allow_request_segment_policy=allow)
+    """A client of a server over the engine."""
     runner = web.AppRunner(make_app(engine, **options), handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
-    sock = run.bind("127.0.0.1", 0)
+    sock = lifecycle.bind("127.0.0.1", 0)
     await web.SockSite(runner, sock).start()
     try:
         async with aiohttp.ClientSession() as session:
-            yield Client(run.url(sock), session)
+            yield Client(lifecycle.url(sock), session)
     finally:
         await runner.cleanup()
 
@@ -96,14 +103,14 @@ async def client(engine: FakeEngine) -> AsyncIterator[Client]:
 
 @pytest.fixture
 async def official(client: Client) -> AsyncIterator[openai.AsyncOpenAI]:
-    """The official client, which retries nothing so that every status is seen."""
+    """The official client, without retries, so that tests see every status."""
     async with openai.AsyncOpenAI(base_url=client.base + "/v1", api_key="none", max_retries=0) as official:
         yield official
 
 
 @pytest.fixture
 async def host() -> AsyncIterator[Listener]:
-    """A host on loopback that has an image or two."""
+    """A host on loopback with two images."""
     async with listening() as listener:
         listener.answers |= {"/red.png": response(png(RED)), "/blue.png": response(png(BLUE))}
         yield listener
@@ -111,30 +118,29 @@ async def host() -> AsyncIterator[Listener]:
 
 @pytest.fixture
 def invoke(monkeypatch):
-    """Runs a command; the fixtures below stand in for what would load a model."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # put back after the test
+    """Runs a command. The fixtures below replace what would load a model."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # so that it is restored after the test
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-
-    for module in (cli, cli_serve):
-        monkeypatch.setattr(module, "log_to_stderr", lambda level: None)
-    return lambda *arguments, **kwargs: CliRunner().invoke(cli.app, list(arguments), **kwargs)
+    for command in (cli.serve, cli.generate, cli.chat, cli.ablate, cli.kv_study):
+        monkeypatch.setattr(sys.modules[command.__module__], "log_to_stderr", lambda level: None)
+    return run_command
 
 
 @pytest.fixture
 def served(monkeypatch, invoke):
-    """What `serve` hands to run_server, by name."""
-    seen = {}
+    """The arguments of run_server in `serve`, by name."""
+    arguments = {}
     engine = types.ModuleType("omni_jax.engine.async_engine")
 
     def make(config, progress):
-        seen["config"] = config
+        arguments.update(config=config, xla_share=os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"])
         return FakeEngine()
 
     engine.AsyncEngine = make
     monkeypatch.setitem(sys.modules, "omni_jax.engine.async_engine", engine)
 
     def run_server(make_engine, make_app, sock, *, shutdown_timeout, access_log):
-        seen.update(
+        arguments.update(
             server=make_app(make_engine())[SERVER],
             port=sock.getsockname()[1],
             timeout=shutdown_timeout,
@@ -142,8 +148,8 @@ def served(monkeypatch, invoke):
         )
         return 0
 
-    monkeypatch.setattr(run, "run_server", run_server)
-    return seen
+    monkeypatch.setattr(lifecycle, "run_server", run_server)
+    return arguments
 
 
 class FakeLLM:
@@ -155,6 +161,12 @@ class FakeLLM:
         self.info = FakeInfo(default_sampling={"temperature": 0.5, "top_k": 7, "max_new_tokens": 3})
         self.tokenizer = make_tokenizer()
         FakeLLM.made = (model_dir, options)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        FakeLLM.closed = True
 
     def stream(self, prompt, params):
         FakeLLM.asked = (prompt, params)

@@ -1,4 +1,4 @@
-"""An engine without a model: it answers what a test scripted, one token at a time, over the real interface."""
+"""An engine without a model, with AsyncEngine's interface and scripted output, one token at a time."""
 
 import asyncio
 import dataclasses
@@ -47,7 +47,7 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 
 
 def make_vision(tokenizer: Tokenizer) -> VisionInputs:
-    """Of a tiny Qwen2-VL: a token is 8 x 8 pixels, and images have 4 to 128 of them."""
+    """Vision of a tiny Qwen2-VL: a token is 8 x 8 pixels, and an image has 4 to 128 tokens."""
     image, video = (tokenizer.encode(token)[-1] for token in ("<|image_pad|>", "<|video_pad|>"))
     sizes = {"patch_size": tiny_vl.PATCH, "temporal_patch_size": tiny_vl.FRAMES}
     config = VisionConfig(
@@ -85,8 +85,8 @@ def make_vision(tokenizer: Tokenizer) -> VisionInputs:
     return VisionInputs(config=config, settings=settings)
 
 
-def seeing_engine() -> "FakeEngine":
-    """One that reads images and video, and has room for them."""
+def vision_engine() -> "FakeEngine":
+    """An engine for images and videos, with a context long enough for them."""
     engine = FakeEngine(info=FakeInfo(max_model_len=4096))
     backend = tiny_vl.tokenizer(512)
     engine.tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=tiny_vl.CHAT_TEMPLATE))
@@ -95,34 +95,35 @@ def seeing_engine() -> "FakeEngine":
 
 
 def answer(request: Request, index: int) -> str:
-    """Depends on the prompt and the choice alone; characters of one, two, three and four bytes are in it."""
+    """Depends only on the prompt and the choice. Has characters of one, two, three and four bytes."""
     return f"choice {index}: the ďábel 今天 👋 of {sum(request.prompt_ids) % 997}"
 
 
 def alternatives(position: int, k: int, chosen: int, logprob: float) -> tuple[tuple[int, float], ...]:
-    """k pairs, best first; the chosen token is among them at even positions only. Some are half a character."""
+    """k pairs, best first; they include the chosen token at even positions only. Some are parts of characters."""
     others = [(3 + (position * 31 + j * 7) % 500, -0.125 * (j + 2)) for j in range(k + 1)]
     pairs = ([(chosen, logprob)] if position % 2 == 0 else []) + [pair for pair in others if pair[0] != chosen]
     return tuple(pairs[:k])
 
 
 class FakeEngine:
-    """The interface of AsyncEngine.
+    """An engine with AsyncEngine's interface and scripted output.
 
     Attributes:
-        answers: what a choice of a request generates.
-        requests: every request submitted, in order.
-        aborted: ids that abort was called with.
-        hold_after: tokens after which every choice waits for `gate`.
-        fail_after: tokens after which a choice ends with an error.
-        raise_after: tokens after which the stream itself raises, as a bug would.
-        logprob: of every generated token.
-        queue: most requests at a time.
-        segment_policy: how prompts are cut, where the request does not say.
-        cached: tokens of a request's prompt that the prefix cache had for its first choice; the others differ.
-        resets: how often the prefix cache was reset.
-        recorder: what became of requests; a test fills it.
-        dead: what check_health and submit complain of.
+        answers: (request, choice) -> generated text.
+        requests: all submitted requests, in order.
+        aborted: ids passed to abort.
+        gate: event that held choices wait for.
+        hold_after: number of tokens after which each choice waits for `gate`.
+        fail_after: number of tokens after which a choice ends with an error.
+        raise_after: number of tokens after which the stream raises, as a bug would.
+        logprob: logprob of every generated token.
+        queue: maximum number of concurrent requests.
+        segment_policy: segment policy of requests that set none.
+        cached: request -> number of cached prompt tokens of choice 0; other choices have other numbers.
+        resets: number of prefix cache resets.
+        recorder: recorder, which tests fill.
+        dead: error message of check_health and submit; None for a healthy engine.
     """
 
     def __init__(self, *, info: FakeInfo | None = None, template: str | None = TEMPLATE):

@@ -1,7 +1,7 @@
-"""`python -m tests.serving.fake_server PORT DRAIN_SECONDS [free]`: the real run_server over a fake engine.
+"""`python -m tests.serving.fake_server PORT DRAIN_SECONDS [free]`: runs run_server over a fake engine.
 
-Unless it is free, every choice waits after its first token until SIGUSR1. "loading" on standard output says that the
-engine was made.
+Without `free`, each choice waits after its first token until SIGUSR1. The process prints "loading" when it makes the
+engine.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def main() -> int:
         return 1
     return run_server(
         make_engine,
-        lambda engine: make_app(engine, served_model_names=["fake"]),
+        lambda engine: make_app(engine, settings=ServerSettings(served_model_name=("fake",))),
         sock,
         shutdown_timeout=float(sys.argv[2]),
     )

@@ -1,4 +1,4 @@
-"""Requests with images in them, and what the engine was given of those."""
+"""Requests with images and videos, and checks of what reaches the engine."""
 
 import asyncio
 import base64
@@ -9,16 +9,21 @@ import av
 import numpy as np
 from PIL import Image
 
-from serving.http.media import MediaOptions, MediaPolicy
+from omni_jax.settings import Settings
+from serving.http.settings import MediaAccessSettings, MediaSettings
 
 CHAT = "/v1/chat/completions"
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
-def options(*, timeout: float = 30.0, allow: bool = False, **limits) -> MediaOptions:
-    """Loopback may be asked here."""
-    policy = MediaPolicy(allow_private_addresses=True, timeout=timeout, max_bytes=100_000)
-    return MediaOptions(policy=policy, limits=limits, allow_mm_processor_kwargs=allow)
+def options(*, timeout: float = 30.0, allow: bool = False, **limits) -> dict[str, Settings]:
+    """Arguments of `make_app` that allow fetches from loopback."""
+    return {
+        "media": MediaSettings(limit_mm_per_prompt=limits, allow_mm_processor_kwargs=allow),
+        "access": MediaAccessSettings(
+            allow_private_media_addresses=True, media_timeout=timeout, max_media_bytes=100_000
+        ),
+    }
 
 
 def png(color, size=(24, 16), kind="PNG") -> bytes:
@@ -64,8 +69,8 @@ async def ask(client, *parts, **fields) -> dict:
     return {"choices": answer["choices"], "usage": answer["usage"]}
 
 
-async def refused(client, sent, *, match="", status=400) -> str:
-    """The same error, streamed or not; and nobody has to wait for it."""
+async def assert_rejected(client, sent, *, match="", status=400) -> str:
+    """Checks that the request gets the same error within 20 seconds, streamed or not. Returns the message."""
     message = ""
     for raw in (sent, sent | {"stream": True}) if isinstance(sent, dict) else (sent,):
         async with asyncio.timeout(20):
@@ -78,19 +83,19 @@ async def refused(client, sent, *, match="", status=400) -> str:
     return message
 
 
-def seen(engine) -> list[tuple[str, tuple[int, ...]]]:
-    """What the last request saw, in order: modality, and the colour of each span."""
+def seen_media(engine) -> list[tuple[str, tuple[int, ...]]]:
+    """Modality and mean color of each media span of the last request, in order."""
     return [
         (span.modality, tuple(np.round(span.patches.mean((0, 2, 3, 4))).astype(int).tolist()))
         for span in engine.requests[-1].media
     ]
 
 
-def spelt(engine) -> str:
-    """The last prompt, a run of placeholders as one."""
+def prompt_text(engine) -> str:
+    """The last prompt as text, with one placeholder per image or video."""
     ids = list(engine.requests[-1].prompt_ids)
     for span in reversed(engine.requests[-1].media):
         assert len(set(ids[span.start : span.stop])) == 1
         ids[span.start : span.stop] = ids[span.start : span.start + 1]
     text = engine.tokenizer.decode(ids, skip_special_tokens=False)
-    return re.sub(r"(<\|video_pad\|>)+", r"\1", text)  # a video has a run for each step
+    return re.sub(r"(<\|video_pad\|>)+", r"\1", text)  # a video has a span per temporal step

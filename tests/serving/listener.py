@@ -1,4 +1,4 @@
-"""A host on loopback that answers as a test scripts it, and remembers who came."""
+"""An HTTP host on loopback with scripted responses, which records its requests."""
 
 import asyncio
 import contextlib
@@ -8,10 +8,12 @@ Answer = bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 class Listener:
-    """Attributes:
-    answers: by path: the bytes of a response, or a coroutine function that writes it.
-    connections: how many were accepted, whether or not anything was asked.
-    asked: (path, headers in lower case) of each request.
+    """An HTTP host with scripted responses.
+
+    Attributes:
+        answers: path -> bytes of the response, or a coroutine function that writes it.
+        connections: number of accepted connections, with or without a request.
+        requests: path and headers, in lower case, of each request.
     """
 
     def __init__(self, host: str):
@@ -19,12 +21,12 @@ class Listener:
         self.port = 0
         self.answers: dict[str, Answer] = {}
         self.connections = 0
-        self.asked: list[tuple[str, dict[str, str]]] = []
+        self.requests: list[tuple[str, dict[str, str]]] = []
         self.handlers: dict[asyncio.Task, asyncio.StreamWriter] = {}
 
     @property
     def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
+        return [path for path, _ in self.requests]
 
     def url(self, path: str, host: str | None = None) -> str:
         return f"http://{host or self.host}:{self.port}{path}"
@@ -37,7 +39,7 @@ class Listener:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 path = head[0].split(" ")[1]
                 headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-                self.asked.append((path, headers))
+                self.requests.append((path, headers))
                 answer = self.answers.get(path, response(b"", status="404 Not Found"))
                 if isinstance(answer, bytes):
                     writer.write(answer)

@@ -1,4 +1,4 @@
-"""The demonstration, against a server without a model."""
+"""The demo with a server without a model."""
 
 import io
 import re
@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 
 from serving import demo
-from serving.http import lifecycle as run
+from serving.http import lifecycle
 from tests.serving.fake_engine import FakeEngine
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_demo(terminal):
-    with run.bind("127.0.0.1", 0) as sock:
+    with lifecycle.bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "tests.serving.fake_server", str(port), "9", "free"]
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80, height=50)
@@ -36,16 +36,16 @@ def test_demo(terminal):
     assert ("\x1b" in out) == terminal
     rows = [line for line in out.splitlines() if " ms " in line]
     assert len(rows) == len(demo.QUESTIONS)
-    assert all("stop" in row for row in rows)  # nothing is wrapped or cut on an ordinary terminal
+    assert all("stop" in row for row in rows)  # no row is wrapped or cut
 
 
-def test_demo_of_a_server_that_does_not_start():
+def test_a_server_that_does_not_start():
     command = [sys.executable, "-c", "raise SystemExit(3)"]
     with pytest.raises(SystemExit, match="exit code 3 before it was ready"):
         demo.demonstrate(command, "http://127.0.0.1:9", "fake", Console(file=io.StringIO()))
 
 
-def test_lines_appear_once_and_whole():
+def test_lines_are_printed_once_and_whole():
     console = Console(file=io.StringIO())
     answer, printed = demo.Answer(1, "?"), 0
     text = "One sentence. Another\n\n- [bold]a[/bold]\n2. b. And 3.5 more"

@@ -1,4 +1,4 @@
-"""The simulator against arithmetic by hand, queueing theory, and what must hold whatever happens."""
+"""The simulator, compared with arithmetic by hand and queueing theory, and its invariants."""
 
 import bisect
 import collections
@@ -38,7 +38,7 @@ from tests.scheduling.loop import Loop
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Seconds that can be added up by hand."""
+    """A linear cost model, for arithmetic by hand."""
 
     step: float = 1.0
     token: float = 0.125
@@ -81,12 +81,12 @@ def image(name: str, start: int, patches: int) -> MediaSpan:
     )
 
 
-# -- by hand ----------------------------------------------------------------------------------------------------------
+# -- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 def test_one_request_takes_the_sum_of_its_steps():
-    """8 + 2 tokens of prompt, then 3 steps for the other tokens. Only the first waits for the host: the others are
-    planned while their predecessors run."""
+    """8 + 2 prompt tokens, then 3 decode steps. Only the first step waits for the host; the others are planned while
+    their predecessors run."""
     result = simulate_requests([text(5.0, 10, 4)], SMALL, Linear())
     (record,) = result.requests
     prompt, decode = (1 + 8 / 8) + (1 + 2 / 8), 1 + 1 / 8
@@ -101,27 +101,27 @@ def test_one_request_takes_the_sum_of_its_steps():
     ]
 
 
-def test_a_slow_host_sets_the_pace():
-    """With a host that takes longer than a step, step k is dispatched at k times its time."""
+def test_a_slow_host_determines_the_pace():
+    """If the host takes longer than a step, step k is dispatched at k times the host's seconds."""
     config = dataclasses.replace(SMALL, host_seconds=5.0)
     (record,) = simulate_requests([text(0.0, 8, 4)], config, Linear()).requests
     assert record.ended_at == 4 * 5.0 + (1 + 1 / 8)
 
 
-def test_an_image_is_encoded_first_and_then_read():
+def test_an_image_is_encoded_before_its_prompt_is_computed():
     config = dataclasses.replace(SMALL, encoder_cache_tokens=16, max_patches=32, encoder_slices=4)
     request = text(1.0, 8, 1, media=(image("p", 2, 16),))
     result = simulate_requests([request], config, Linear())
     (record,) = result.requests
-    # The step is planned behind the last slice while that runs, so the host's time is not seen.
+    # The step is planned while the last slice runs, so the host's time does not count.
     assert record.first_token_at == 1.0 + 16 * 0.5 + (1 + 8 / 8)
     slices = [step for step in result.steps if step.kind == "encode"]
     assert [step.seconds for step in slices] == [2.0] * 4
     assert {piece for step in slices for piece in step.pieces} == {("a", 0, 0, 2, 16)}
 
 
-def test_one_slice_at_most_between_two_steps():
-    """Somebody who decodes waits for a slice at most, not for an image."""
+def test_at_most_one_slice_runs_between_two_steps():
+    """A decoding sequence waits for a slice at most, not for a whole image."""
     config = dataclasses.replace(SMALL, encoder_cache_tokens=64, max_patches=64, encoder_slices=5)
     requests = [
         text(0.0, 4, 40, "stream"),
@@ -130,9 +130,9 @@ def test_one_slice_at_most_between_two_steps():
     result = simulate_requests(requests, config, Linear())
     kinds = "".join("e" if step.kind == "encode" else "s" for step in result.steps)
     ended = kinds.rindex("s")
-    while_decoding = kinds[: [i for i, s in enumerate(result.steps) if any(p[0] == "stream" for p in s.pieces)][-1]]
-    assert "e" in while_decoding
-    assert "ee" not in while_decoding
+    during_decode = kinds[: [i for i, s in enumerate(result.steps) if any(p[0] == "stream" for p in s.pieces)][-1]]
+    assert "e" in during_decode
+    assert "ee" not in during_decode
     assert kinds.count("e") == 3 * 5
     assert ended == len(kinds) - 1
 
@@ -145,14 +145,14 @@ def test_equal_images_are_encoded_once():
     assert {r.finish_reason for r in result.requests} == {"length"}
 
 
-def test_who_waits_is_admitted_when_somebody_ends():
+def test_a_waiting_request_is_admitted_when_another_ends():
     config = dataclasses.replace(SMALL, max_num_seqs=1, buckets=Buckets(decode=(1,), mixed=(8,)), host_seconds=0.0)
     result = simulate_requests([text(0.0, 8, 1, "a"), text(0.5, 8, 1, "b")], config, Linear())
     assert [(r.request_id, r.scheduled_at, r.ended_at) for r in result.requests] == [("a", 0.0, 2.0), ("b", 2.0, 4.0)]
 
 
 def test_queueing_theory():
-    """One server, Poisson arrivals, equal service times: M/D/1, whose mean wait is rho s / (2 (1 - rho))
+    """One server, Poisson arrivals and equal service times (M/D/1) have a mean wait of rho s / (2 (1 - rho))
     (Pollaczek-Khinchine)."""
     config = dataclasses.replace(SMALL, max_num_seqs=1, buckets=Buckets(decode=(1,), mixed=(8,)), host_seconds=0.0)
     service, load = 2.0, 0.7
@@ -165,12 +165,12 @@ def test_queueing_theory():
     assert result.utilisation == pytest.approx(load, rel=0.03)
 
 
-# -- what must hold ---------------------------------------------------------------------------------------------------
+# -- invariants -------------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def fleets(draw):
-    """(requests, config, replicas, router, seed): small pools, so that sequences are preempted and images wait."""
+    """(requests, config, replicas, router, seed). Pools are small, so that sequences are preempted and images wait."""
     requests, at = [], 0.0
     for number in range(draw(st.integers(1, 12))):
         at += draw(st.sampled_from([0.0, 0.0, 0.3, 2.0, 40.0]))
@@ -211,19 +211,19 @@ def fleets(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(fleets())
-def test_nothing_is_lost_and_time_goes_forward(fleet):
+def test_no_request_is_lost_and_time_never_decreases(fleet):
     requests, config, replicas, router, seed = fleet
     result = simulate_requests(requests, config, Linear(), replicas=replicas, router=router, seed=seed)
     _check(result, requests, replicas)
     again = simulate_requests(requests, config, Linear(), replicas=replicas, router=router, seed=seed)
-    assert again == result, "the same seed, another result"
+    assert again == result, "the same seed gave another result"
     for name in {r.id for r in requests} - {requests[0].id}:
         assert result.replica_of[name] < replicas
 
 
 def _check(result: SimulationResult, requests: list[Request], replicas: int) -> None:
     by_id = {r.id: r for r in requests}
-    assert sorted(r.request_id for r in result.requests) == sorted(by_id), "each ends once"
+    assert sorted(r.request_id for r in result.requests) == sorted(by_id), "each request must end once"
     preempted = {r.request_id for r in result.requests if r.preemptions}
     for record in result.requests:
         request = by_id[record.request_id]
@@ -239,7 +239,7 @@ def _check(result: SimulationResult, requests: list[Request], replicas: int) -> 
     for replica in range(replicas):
         steps = [step for step in result.steps if step.replica == replica]
         for earlier, later in itertools.pairwise(steps):
-            assert earlier.start + earlier.seconds <= later.start + 1e-9, "a device does one thing at a time"
+            assert earlier.start + earlier.seconds <= later.start + 1e-9, "steps of a device must not overlap"
         assert sum(step.seconds for step in steps) == pytest.approx(result.busy_seconds[replica])
         for step in steps:
             for piece in step.pieces if step.kind != "encode" else ():
@@ -260,7 +260,7 @@ def _check(result: SimulationResult, requests: list[Request], replicas: int) -> 
     }
 
 
-def test_noise_is_the_seeds():
+def test_noise_depends_only_on_the_seed():
     config = dataclasses.replace(SMALL, noise=0.2)
     requests = [text(float(i), 9, 8, str(i)) for i in range(6)]
     first, other = (simulate_requests(requests, config, Linear(), seed=seed) for seed in (1, 2))
@@ -287,13 +287,13 @@ def test_a_replica_is_idle_at_the_end():
     assert wakes < 2000
 
 
-def test_nothing_to_do_takes_no_time():
+def test_an_empty_workload_takes_no_time():
     result = simulate_requests([], SMALL, Linear())
     assert (result.requests, result.seconds, result.utilisation) == ((), 0.0, 0.0)
 
 
-def test_it_plans_what_the_engines_loop_plans():
-    """All arrive at once, so that no step depends on the clock: the same steps, row by row, with preemptions."""
+def test_the_simulator_plans_the_same_steps_as_the_engines_loop():
+    """All requests arrive at once, so that no step depends on the clock. Compared row by row, with preemptions."""
     lengths = [(n * 7 % 29 + 1, n * 5 % 17 + 1) for n in range(25)]
     config = dataclasses.replace(SMALL, num_blocks=16)
     result = simulate_requests([text(0.0, *pair, str(n)) for n, pair in enumerate(lengths)], config, Linear())
@@ -319,8 +319,8 @@ def test_it_plans_what_the_engines_loop_plans():
     assert simulated == planned
 
 
-def test_a_shared_beginning_is_computed_once():
-    requests = [text(float(10 * n), 40, 2, str(n)) for n in range(3)]  # all begin alike
+def test_a_shared_prefix_is_computed_once():
+    requests = [text(float(10 * n), 40, 2, str(n)) for n in range(3)]  # equal prompts
     ttft = {}
     for caching in (False, True):
         result = simulate_requests(requests, dataclasses.replace(SMALL, prefix_caching=caching), Linear())
@@ -333,8 +333,8 @@ def test_a_shared_beginning_is_computed_once():
 
 
 def test_slo_first_lowers_the_tail_of_short_requests():
-    """Long documents come together with short questions that have an objective: first come, first served, a question
-    waits for the documents before it."""
+    """Long documents are mixed with short questions that have an objective. First come, first served, a question waits
+    for the documents before it."""
     load = Lengths(median=8)
     long = Load(share=0.3, text=Lengths(median=600), output=load)
     short = Load(share=0.7, text=Lengths(median=16), output=load, slo=SLO(ttft_ms=300.0, priority=-1))
@@ -356,10 +356,10 @@ def test_slo_first_lowers_the_tail_of_short_requests():
         ends[discipline] = result.seconds
     first_come, slo_first = tails.values()
     assert slo_first < 0.3 * first_come
-    assert np.divide(*ends.values()) == pytest.approx(1.0, abs=0.05), "at no cost in throughput"
+    assert np.divide(*ends.values()) == pytest.approx(1.0, abs=0.05), "throughput must not change"
 
 
-def test_arrivals_are_cut_and_get_deadlines():
+def test_arrivals_get_segments_and_deadlines():
     arrivals = generate(Mix(image=Load(share=0.0, text=Lengths(median=1), output=Lengths(median=1))), **WORKLOAD)
     config = ReplicaConfig(segment_policy={"policy": "by_length", "max_length": 50}, encoder_cache_tokens=0)
     result = simulate(arrivals, config, Linear(step=0.01, token=1e-4))
@@ -380,20 +380,20 @@ WORKLOAD = {"rate": 2.0, "count": 20, "seed": 0}
     ("arguments", "error", "message"),
     [
         ({"replicas": 0}, ValueError, "at least one replica"),
-        ({"router": "random"}, ValueError, "unknown router 'random'; there are round_robin, least_loaded"),
+        ({"router": "random"}, ValueError, "unknown router 'random'; expected one of round_robin, least_loaded"),
         ({"replica": dataclasses.replace(SMALL, segment_policy="halves")}, ValueError, "unknown segment policy"),
         ({"arrivals": [Arrival(at=0, id="a", kind="text", text_tokens=65, output_tokens=1)]}, InvalidRequest, "65"),
     ],
 )
-def test_what_cannot_run_is_refused(arguments, error, message):
+def test_invalid_arguments_are_rejected(arguments, error, message):
     given = {"arrivals": (), "replica": SMALL, "cost": Linear()} | arguments
     with pytest.raises(error, match=message):
         simulate(**given)
 
 
-@pytest.mark.parametrize(("cache", "most", "message"), [(0, 64, "encoder cache"), (64, 16, "max_patches")])
-def test_an_image_that_never_fits_is_refused(cache, most, message):
-    config = dataclasses.replace(SMALL, encoder_cache_tokens=cache, max_patches=most)
+@pytest.mark.parametrize(("cache", "max_patches", "message"), [(0, 64, "encoder cache"), (64, 16, "max_patches")])
+def test_an_image_that_can_never_fit_is_rejected(cache, max_patches, message):
+    config = dataclasses.replace(SMALL, encoder_cache_tokens=cache, max_patches=max_patches)
     with pytest.raises(InvalidRequest, match=message):
         simulate_requests([text(0.0, 20, 2, media=(image("p", 1, 40),))], config, Linear())
 
@@ -406,39 +406,39 @@ def test_round_robin_takes_turns():
     assert [result.replica_of[str(i)] for i in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-def test_least_loaded_leaves_alone_who_has_a_long_prompt():
+def test_least_loaded_avoids_the_replica_with_a_long_prompt():
     requests = [text(0.0, 50, 10, "long"), *(text(0.01 * i, 4, 2, str(i)) for i in range(1, 8))]
     result = simulate_requests(requests, SMALL, Linear(), replicas=2, router=LeastLoaded())
     assert {result.replica_of[str(i)] for i in range(1, 8)} == {1}
     assert result.replica_of["long"] == 0
 
 
-def test_prefix_aware_follows_the_prompt_and_not_over_a_cliff():
-    router = PrefixAware(block=4, most_load=1.5)
+def test_prefix_aware_follows_the_prefix_unless_its_replica_is_overloaded():
+    router = PrefixAware(block_size=4, max_load=1.5)
     shared, other = text(0.0, 12, 1), dataclasses.replace(text(0.0, 12, 1), prompt_ids=tuple(range(50, 62)))
     assert router.route(shared, [0, 0, 0]) == 0
     assert router.route(other, [9, 0, 0]) == 1
     longer = dataclasses.replace(shared, prompt_ids=(*shared.prompt_ids, 7, 7, 7, 7))
-    assert router.route(longer, [12, 12, 0]) == 0, "the first blocks are the same"
+    assert router.route(longer, [12, 12, 0]) == 0, "the first blocks are equal"
     assert router.route(other, [12, 12, 0]) == 1
-    assert router.route(shared, [1000, 12, 5]) == 2, "who served it has too much"
-    assert router.route(shared, [0, 12, 17]) == 2, "and now it is there"
+    assert router.route(shared, [1000, 12, 5]) == 2, "its replica is overloaded"
+    assert router.route(shared, [0, 12, 17]) == 2, "the prefix was served there last"
     imaged = [dataclasses.replace(shared, prompt_ids=(9,) * 12, media=(image(name, 0, 16),)) for name in ("cat", "dog")]
     assert router.route(imaged[0], [0, 0, 0]) == 0
-    assert router.route(imaged[1], [50, 0, 60]) == 1, "placeholders are equal, images are not"
+    assert router.route(imaged[1], [50, 0, 60]) == 1, "placeholders are equal, images differ"
     assert router.route(imaged[0], [20, 20, 20]) == 0
 
 
-def test_prefix_aware_goes_by_the_longest_beginning():
-    router = PrefixAware(block=4)
+def test_prefix_aware_uses_the_longest_prefix():
+    router = PrefixAware(block_size=4)
     long, short = (dataclasses.replace(text(0.0, 8, 1), prompt_ids=(1, 2, 3, 4, *rest)) for rest in ([5] * 4, [6] * 4))
     assert router.route(long, [0, 0]) == 0
     assert router.route(short, [1000, 0]) == 1
-    assert router.route(long, [4, 4]) == 0, "the first block was served elsewhere since, the first two were not"
+    assert router.route(long, [4, 4]) == 0, "only the first block was served elsewhere since"
 
 
-def test_prefix_aware_forgets():
-    router = PrefixAware(block=4, blocks=1, remembered=2)
+def test_prefix_aware_forgets_the_least_recently_used_prefixes():
+    router = PrefixAware(block_size=4, max_blocks=1, max_prefixes=2)
     prompts = [dataclasses.replace(text(0.0, 4, 1), prompt_ids=(n,) * 4) for n in range(3)]
     for prompt, loads in zip(prompts, ([0, 9, 9], [9, 0, 9], [9, 9, 0]), strict=True):
         router.route(prompt, loads)
@@ -446,8 +446,8 @@ def test_prefix_aware_forgets():
     assert router.route(prompts[0], [5, 5, 0]) == 2, "the oldest of three was forgotten"
 
 
-def test_a_fleet_shares_the_work():
-    """Of requests of very different lengths: turns leave one replica with the long ones, load does not."""
+def test_least_loaded_balances_requests_of_different_lengths():
+    """Round robin gives all long requests to one replica."""
     lengths = itertools.cycle([60, 4, 4, 4])
     requests = [text(1.3 * i, next(lengths), 3, str(i)) for i in range(200)]
     tails = {}
@@ -460,8 +460,8 @@ def test_a_fleet_shares_the_work():
 # -- costs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_measured_table_drives_it():
-    """A table that has seen steps of one time each predicts them, and so does the simulation."""
+def test_a_measured_table_as_cost_model():
+    """The table has observed one duration per size, and the simulation adds these up."""
     table = TableCost({"decode": (1, 2, 4), "mixed": (4, 8), "encode": ()})
     for size, seconds in ((4, 0.03), (8, 0.05)):
         for _ in range(10):
@@ -485,13 +485,13 @@ def test_a_named_gpu():
     result = simulate(generate(Mix(), rate=3.0, count=40, seed=0), setup.config, setup.cost, vision=setup.vision)
     assert {r.finish_reason for r in result.requests} == {"length"}
     assert {r.modality for r in result.requests} >= {"text", "image"}
-    # Reading 15 GB of weights at 2,039 GB/s takes 7.5 ms, at 70 % of it 10.7: no token comes faster.
+    # Reading 15 GB of weights takes 7.5 ms at 2,039 GB/s, and 10.7 ms at 70 % of that: a lower bound of tpot.
     floor = 2 * (sizes.parameters - sizes.vision.parameters - sizes.vocab_parameters) / 2.039e12 / 0.7
     assert all(r.tpot >= floor for r in result.requests if r.tpot is not None)
     assert min(r.tpot for r in result.requests if r.tpot is not None) < 2 * floor
 
 
-def test_a_gpu_that_is_too_small_is_named():
+def test_a_gpu_that_is_too_small_is_an_error():
     with pytest.raises(ValueError, match=r"A100 40GB SXM hold 4.0 GB at 10%, and the weights take 15"):
         gpu_replica(QWEN2_7B | {"max_position_embeddings": 32768}, "a100-40gb", gpu_memory_utilization=0.1)
     text_only = gpu_replica(QWEN2_7B | {"max_position_embeddings": 4096}, "h100", devices=2, max_num_seqs=8)

@@ -1,4 +1,4 @@
-"""Workloads: their statistics, their files, and the requests they become."""
+"""Workloads: their statistics, files and requests."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ def gaps(arrivals):
     return [later.at - earlier.at for earlier, later in itertools.pairwise(arrivals)]
 
 
-def test_the_mix_is_the_field_reports():
+def test_the_default_mix():
     arrivals = generate(Mix(), rate=5.0, count=4000, seed=0)
     shares = {kind: sum(a.kind == kind for a in arrivals) / len(arrivals) for kind in KINDS}
     assert shares == pytest.approx({"text": 0.60, "image": 0.25, "table": 0.15}, abs=0.02)
@@ -56,24 +56,24 @@ def test_the_mix_is_the_field_reports():
 def test_poisson_gaps_are_exponential():
     some = gaps(generate(Mix(), rate=5.0, count=4000, seed=1))
     assert statistics.fmean(some) == pytest.approx(0.2, rel=0.06)
-    assert statistics.stdev(some) == pytest.approx(0.2, rel=0.08)  # mean and deviation of an exponential are equal
+    assert statistics.stdev(some) == pytest.approx(0.2, rel=0.08)  # an exponential's deviation equals its mean
     assert sum(gap > 0.4 for gap in some) / len(some) == pytest.approx(np.exp(-2), abs=0.015)
 
 
-def test_bursts_keep_the_rate_and_come_closer():
-    """Of a renewal process with such gaps the squared coefficient of variation is 1 for Poisson."""
+def test_bursts_keep_the_mean_rate():
+    """The squared coefficient of variation of the gaps is 1 for Poisson arrivals, and higher with bursts."""
     bursts = Bursts(factor=10.0, share=0.1, seconds=4.0)
     arrivals = generate(Mix(), rate=20.0, count=16_000, seed=2, bursts=bursts)
     some = gaps(arrivals)
     assert len(arrivals) / arrivals[-1].at == pytest.approx(20.0, rel=0.2)
     assert statistics.variance(some) / statistics.fmean(some) ** 2 > 1.5
-    # More than half of all come in the tenth of the time that is in bursts: 10 * 0.1 / (0.9 + 10 * 0.1) = 53 %.
+    # Bursts are a tenth of the time and have more than half of the arrivals: 10 * 0.1 / (0.9 + 10 * 0.1) = 53 %.
     counts = np.histogram([a.at for a in arrivals], bins=np.arange(0, arrivals[-1].at, 1.0))[0]
     busiest = np.sort(counts)[::-1]
     assert busiest[: len(busiest) // 8].sum() / counts.sum() == pytest.approx(0.53, abs=0.08)
 
 
-def test_same_seed_same_workload_and_another_rate_the_same_requests():
+def test_requests_depend_only_on_the_seed_and_not_on_the_rate():
     one, again = (generate(Mix(), rate=2.0, count=50, seed=7) for _ in range(2))
     assert one == again
     assert one != generate(Mix(), rate=2.0, count=50, seed=8)
@@ -116,12 +116,12 @@ def test_lengths_are_lognormal_and_clipped():
         lambda: Arrival(at=0.0, id="a", kind="table", text_tokens=1, output_tokens=1, image=(28, 28)),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"must|need|has an image"):
+def test_invalid_values_are_rejected(wrong):
+    with pytest.raises(ValueError, match=r"must|need"):
         wrong()
 
 
-def test_a_trace_comes_back_as_it_was(tmp_path):
+def test_a_trace_is_read_as_it_was_written(tmp_path):
     mix = dataclasses.replace(
         Mix(prefixes=3, prefix_tokens=16), text=dataclasses.replace(Mix().text, slo=SLO(ttft_ms=250.0, priority=-1))
     )
@@ -155,21 +155,24 @@ def test_a_trace_may_be_written_by_hand(tmp_path):
     ("line", "message"),
     [
         ('{"at": 1, "text_tokens": 5}', "output_tokens"),
-        ('{"at": 1, "text_tokens": 5, "output_tokens": 2, "tokens": 2}', "unknown key 'tokens'; there are at, id"),
+        (
+            '{"at": 1, "text_tokens": 5, "output_tokens": 2, "tokens": 2}',
+            "unknown key 'tokens'; expected one of at, id",
+        ),
         ('{"at": 1, "text_tokens": 5, "output_tokens": 2, "slo": {"ttft_ms": -5}}', "ttft_ms must be"),
         ('{"at": 1, "text_tokens": 5, "output_tokens": 2, "image": [5]}', "index"),
         ("[1, 2]", "expected an object"),
         ('{"at": 1', "delimiter"),
     ],
 )
-def test_a_bad_line_of_a_trace_is_named(tmp_path, line, message):
+def test_an_invalid_line_of_a_trace_is_reported_with_its_number(tmp_path, line, message):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"at": 0, "text_tokens": 5, "output_tokens": 2}\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"trace\.jsonl:2: .*{message}"):
         read_trace(path)
 
 
-def test_ids_of_a_trace_are_unique(tmp_path):
+def test_ids_of_a_trace_must_be_unique(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"at": 0, "id": "a", "text_tokens": 5, "output_tokens": 2}\n' * 2)
     with pytest.raises(ValueError, match="ids are not unique"):
@@ -177,7 +180,7 @@ def test_ids_of_a_trace_are_unique(tmp_path):
 
 
 @pytest.mark.parametrize("words", [True, False])
-def test_requests_are_as_long_as_the_arrival_says(words, trained, vision):
+def test_requests_have_the_lengths_of_their_arrivals(words, trained, vision):
     tokenizer = WordTokenizer() if words else trained
     for arrival in generate(Mix().scaled(text=0.5, side=0.1), rate=1.0, count=60, seed=3):
         request = build(arrival, tokenizer, vision, patches=False)
@@ -189,38 +192,38 @@ def test_requests_are_as_long_as_the_arrival_says(words, trained, vision):
         assert request == build(arrival, tokenizer, vision, patches=False) or request.media  # spans compare by identity
 
 
-def test_pixels_may_be_left_out(trained, vision):
-    """A span without pixels has the same places, grid and positions as the one that the preprocessing makes."""
-    wholes = set()
+def test_a_request_without_pixels_has_the_same_layout(trained, vision):
+    """A span without pixels has the same tokens, grid and positions as one from the preprocessing."""
+    keys = set()
     for rows, cols in ((16, 16), (40, 56), (300, 200), (17, 95)):
         arrival = Arrival(at=0.0, id="a", kind="image", text_tokens=20, output_tokens=2, image=(rows, cols), seed=4)
-        whole, hollow = (build(arrival, trained, vision, patches=patches) for patches in (True, False))
-        assert whole.prompt_ids == hollow.prompt_ids
-        np.testing.assert_array_equal(whole.positions, hollow.positions)
-        (real,), (none,) = whole.media, hollow.media
+        full, empty = (build(arrival, trained, vision, patches=patches) for patches in (True, False))
+        assert full.prompt_ids == empty.prompt_ids
+        np.testing.assert_array_equal(full.positions, empty.positions)
+        (real,), (none,) = full.media, empty.media
         assert (real.start, real.length, real.grid) == (none.start, none.length, none.grid)
         assert real.patches.shape == none.patches.shape
         assert real.patches.dtype == none.patches.dtype
-        assert max(none.patches.strides) == 0, "it takes memory"
+        assert max(none.patches.strides) == 0, "the patches take memory"
         assert real.patches.std() > 10
-        wholes.add(real.key)
-    assert len(wholes) == 4
+        keys.add(real.key)
+    assert len(keys) == 4
 
 
-def test_a_text_model_takes_no_images(trained):
+def test_an_image_for_a_text_model_is_an_error(trained):
     arrival = Arrival(at=0.0, id="a", kind="image", text_tokens=20, output_tokens=2, image=(56, 56))
     with pytest.raises(ValueError, match="reads text only"):
         build(arrival, trained, None, patches=False)
 
 
-def test_an_image_that_no_model_takes(trained, vision):
+def test_an_image_that_cannot_be_resized_is_rejected(trained, vision):
     arrival = Arrival(at=0.0, id="a", kind="image", text_tokens=20, output_tokens=2, image=(5000, 2))
     with pytest.raises(InvalidRequest, match="crop it"):
         build(arrival, trained, vision, patches=False)
 
 
 @pytest.mark.parametrize("words", [True, False])
-def test_policies_see_sentences_and_tables(words, trained):
+def test_policies_detect_sentences_and_tables(words, trained):
     tokenizer = WordTokenizer() if words else trained
     text = Arrival(at=0.0, id="a", kind="text", text_tokens=400, output_tokens=2, seed=1)
     request = build(text, tokenizer, None, patches=False)
@@ -243,12 +246,12 @@ def test_prefixes_are_shared():
     mix = Mix(prefixes=2, prefix_tokens=32)
     arrivals = [a for a in generate(mix, rate=1.0, count=80, seed=0) if a.kind != "image"]
     tokenizer = WordTokenizer()
-    beginnings = {build(a, tokenizer, None, patches=False).prompt_ids[:32] for a in arrivals}
-    assert len(beginnings) == 2
+    prefixes = {build(a, tokenizer, None, patches=False).prompt_ids[:32] for a in arrivals}
+    assert len(prefixes) == 2
     assert len({build(a, tokenizer, None, patches=False).prompt_ids[32:40] for a in arrivals}) > 30
 
 
-def test_words_spell_the_text():
+def test_the_word_tokenizer_round_trips():
     tokenizer = WordTokenizer()
     text = "The old library kept a list of names.\n\n| name | 12 |\nDéjà vu xyz"
     ids = tokenizer.encode(text)

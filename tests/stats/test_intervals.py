@@ -1,4 +1,4 @@
-"""Statistics against numpy, the standard library and numbers worked out by hand."""
+"""Statistics against numpy, the standard library and results worked out by hand."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ def test_statistics_of_known_numbers():
     assert found["sd"] == pytest.approx(statistics.stdev(values))
 
 
-def test_statistics_work_on_rows_at_once():
+def test_statistics_of_several_rows_at_once():
     rows = np.random.default_rng(0).random((7, 30))
     for function in STATISTICS.values():
         np.testing.assert_allclose(function(rows), [function(row) for row in rows])
@@ -43,8 +43,8 @@ def test_resamples_of_a_seed_are_the_same():
     assert (resamples([9, 4], count=5, seed=1) != resamples([9, 4], count=5, seed=2)).any()
 
 
-def test_interval_covers_the_truth_about_as_often_as_it_says():
-    """Independent values, of which blocks are no worse than single ones: 95 % of intervals hold the mean."""
+def test_intervals_cover_the_mean_in_95_percent_of_samples():
+    """With independent values, blocks are as good as single draws."""
     rng = np.random.default_rng(7)
     held = 0
     for seed in range(200):
@@ -54,8 +54,8 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     assert 175 <= held <= 199
 
 
-def test_blocks_see_that_neighbours_are_alike():
-    """In a random walk that is drawn back, single draws would find the mean several times too sure."""
+def test_blocks_account_for_correlated_neighbours():
+    """In an autoregressive series, single draws make the interval several times too narrow."""
     rng = np.random.default_rng(1)
     values = np.zeros(400)
     for i in range(1, 400):
@@ -65,8 +65,8 @@ def test_blocks_see_that_neighbours_are_alike():
     assert blocks.high - blocks.low > 2 * (singles.high - singles.low)
 
 
-def test_paired_differences_are_of_the_same_requests():
-    """A constant gain on values that vary widely: the interval of the difference is the gain itself."""
+def test_a_constant_gain_has_an_interval_of_no_width():
+    """Comparisons are paired, so widely varying values do not widen the interval."""
     baseline = np.random.default_rng(0).lognormal(3, 1, 200)
     drawn = resamples([100, 100], count=100, seed=0)
     found = compare(baseline - 2.0, baseline, STATISTICS["mean"], drawn)
@@ -81,23 +81,23 @@ def test_unpaired_arrays_are_refused():
         compare(np.ones(3), np.ones(4), STATISTICS["mean"], resamples([3], count=2, seed=0))
 
 
-def test_no_ratio_to_nothing():
+def test_the_ratio_to_zero_is_nan():
     found = compare(np.ones(4), np.zeros(4), STATISTICS["mean"], resamples([4], count=5, seed=0))
     assert math.isnan(found.ratio.value)
     assert math.isnan(found.ratio.low)
     assert found.difference.value == 1
 
 
-def test_over_runs_by_hand():
+def test_over_runs_equals_results_worked_out_by_hand():
     found = over_runs([10.0, 12.0, 14.0])
-    half = 4.303 * 2 / math.sqrt(3)  # Student's 97.5 % quantile of two degrees of freedom
+    half = 4.302653 * 2 / math.sqrt(3)  # Student's 97.5 % quantile of two degrees of freedom
     assert (found.value, found.low, found.high) == pytest.approx((12, 12 - half, 12 + half))
     assert over_runs([11.0, 9.0], [10.0, 10.0]).value == pytest.approx(1.0)
     assert math.isnan(over_runs([5.0]).low)
 
 
-@pytest.mark.parametrize(("runs", "quantile"), [(12, 2.201), (21, 2.086), (31, 2.042)])
-def test_students_quantile_beyond_the_table(runs, quantile):
+@pytest.mark.parametrize(("runs", "quantile"), [(2, 12.706), (12, 2.201), (21, 2.086), (31, 2.042)])
+def test_students_quantile(runs, quantile):
     values = np.arange(runs, dtype=float)
     found = over_runs(values)
     half = quantile * values.std(ddof=1) / math.sqrt(runs)

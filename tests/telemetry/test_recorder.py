@@ -1,4 +1,4 @@
-"""Records and figures: of made-up steps whose times are known, and of the real scheduler's."""
+"""Records and statistics of made-up steps with known times, and of the real scheduler."""
 
 import dataclasses
 import json
@@ -70,16 +70,16 @@ def of(records, kind) -> list:
     return [record for record in records if isinstance(record, kind)]
 
 
-def test_segments_begin_with_the_step_that_has_their_first_token_and_end_with_the_one_that_had_their_last():
+def test_a_segment_lasts_from_the_plan_of_its_first_token_to_the_commit_of_its_last():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(10, arrival=1.0, segments=cut(4, 6, 10))
     recorder.planned(first := plan_of((s, 0, 3)), 2.0)
-    recorder.planned(second := plan_of((s, 3, 5)), 2.5)  # one step ahead
+    recorder.planned(second := plan_of((s, 3, 5)), 2.5)  # planned one step ahead
     recorder.committed(first, 3.0)
-    assert not records  # nothing has ended
+    assert not records  # no segment has ended
     recorder.committed(second, 3.5)
-    recorder.planned(third := plan_of((s, 8, 2)), 7.0)  # was paused in between
+    recorder.planned(third := plan_of((s, 8, 2)), 7.0)  # after a pause
     recorder.committed(third, 8.0)
     spans = [(r.number, r.start, r.stop, r.queued_at, r.started_at, r.ended_at, r.steps) for r in records]
     assert spans == [
@@ -90,7 +90,7 @@ def test_segments_begin_with_the_step_that_has_their_first_token_and_end_with_th
     assert [record.label for record in records] == ["sentence 1", "sentence 2", "sentence 3"]
 
 
-def test_a_segment_that_begins_later_has_queued_since_the_one_before_was_planned():
+def test_a_segment_is_queued_from_the_plan_that_ends_the_one_before():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, segments=cut(4, 8))
@@ -100,7 +100,7 @@ def test_a_segment_that_begins_later_has_queued_since_the_one_before_was_planned
     assert [(r.queued_at, r.started_at, r.ended_at) for r in records] == [(0.0, 1.0, 1.5), (1.0, 5.0, 5.5)]
 
 
-def test_what_is_computed_again_after_a_preemption_is_not_recorded_twice():
+def test_recomputation_after_a_preemption_is_not_recorded_twice():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, segments=cut(4, 8))
@@ -112,7 +112,7 @@ def test_what_is_computed_again_after_a_preemption_is_not_recorded_twice():
     assert [(r.number, r.started_at, r.ended_at, r.steps) for r in records] == [(0, 1.0, 2.0, 1), (1, 1.0, 6.0, 2)]
 
 
-def test_a_request_that_ends_with_its_first_token_has_all_its_segments_whoever_is_told_first():
+def test_a_request_that_ends_with_its_first_token_has_all_its_segments():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, segments=cut(4, 8))
@@ -126,7 +126,7 @@ def test_a_request_that_ends_with_its_first_token_has_all_its_segments_whoever_i
     ]
 
 
-def test_an_aborted_request_has_only_the_segments_that_were_computed():
+def test_an_aborted_request_has_only_its_computed_segments():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, segments=cut(4, 8))
@@ -136,7 +136,7 @@ def test_an_aborted_request_has_only_the_segments_that_were_computed():
     assert [(r.start, r.stop) for r in of(records, SegmentRecord)] == [(0, 4)]
 
 
-def test_without_segments_a_prompt_is_one():
+def test_a_prompt_without_segments_is_one_segment():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, media=[image_span("a", 2, 4)])
@@ -145,7 +145,7 @@ def test_without_segments_a_prompt_is_one():
     assert [(r.start, r.stop, r.modality, r.label) for r in records] == [(0, 8, "image", "request")]
 
 
-def test_the_stages_of_a_request_add_up_and_a_image_in_the_tower_is_none_of_the_others():
+def test_the_stages_of_a_request_add_up_to_its_duration():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     media = [image_span("a", 1, 2), image_span("b", 4, 2), image_span("a", 7, 2)]
@@ -167,7 +167,7 @@ def test_the_stages_of_a_request_add_up_and_a_image_in_the_tower_is_none_of_the_
     assert [(r.start, r.started_at, r.ended_at) for r in encoded] == [(1, 11, 13), (4, 14.5, 17), (7, 11, 13)]
 
 
-def test_images_that_shared_a_call_of_the_tower_took_its_time_once():
+def test_images_that_share_a_call_of_the_tower_count_its_time_once():
     records = []
     recorder = Recorder(sink=records.append)
     media = [image_span("a", 1, 2), image_span("b", 4, 2)]
@@ -177,7 +177,7 @@ def test_images_that_shared_a_call_of_the_tower_took_its_time_once():
     assert (records[0].encode_seconds, records[0].queue_seconds) == (2.0, 2.0)
 
 
-def test_images_that_were_encoded_before_a_request_came_cost_it_nothing():
+def test_images_encoded_before_a_request_arrived_count_no_time():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     media = [image_span("a", 1, 2)]
@@ -192,19 +192,19 @@ def test_images_that_were_encoded_before_a_request_came_cost_it_nothing():
 @pytest.mark.parametrize(
     ("ended", "met"),
     [
-        # (reason, scheduled, first, end, outputs) -> (ttft, tpot, e2e) met, of 2 s, 0.5 s and 8 s
+        # (reason, scheduled, first, end, outputs) -> ttft, tpot and e2e met; the objectives are 2 s, 0.5 s and 8 s
         (("stop", 1.0, 2.0, 3.0, 3), (True, True, True)),
         (("stop", 1.0, 2.5, 3.0, 1), (False, None, True)),
         (("length", 1.0, 2.0, 9.0, 3), (True, False, False)),
-        (("length", 1.0, None, 3.0, 0), (False, None, True)),  # scored only: the end is the first answer
-        (("abort", None, None, 1.0, 0), (None, None, None)),  # the client left while there was time
-        (("abort", None, None, 9.0, 0), (False, None, False)),  # too late for the first token
+        (("length", 1.0, None, 3.0, 0), (False, None, True)),  # scored only: ttft is measured to the end
+        (("abort", None, None, 1.0, 0), (None, None, None)),  # aborted while there was time
+        (("abort", None, None, 9.0, 0), (False, None, False)),  # aborted after the objective was missed
         (("abort", 1.0, 2.0, 9.0, 3), (True, False, False)),
         (("error", 1.0, None, 1.5, 0), (False, False, False)),
         (("error", 1.0, 1.5, 1.6, 2), (True, True, False)),
     ],
 )
-def test_objectives_of_what_ended_well_and_otherwise(ended, met):
+def test_which_objectives_are_met(ended, met):
     records = []
     recorder = Recorder(sink=records.append)
     reason, scheduled, first, at, outputs = ended
@@ -214,7 +214,7 @@ def test_objectives_of_what_ended_well_and_otherwise(ended, met):
     assert (record.ttft_met, record.tpot_met, record.e2e_met) == met
 
 
-def test_without_objectives_there_is_nothing_to_meet():
+def test_without_objectives_none_is_met_or_missed():
     records = []
     recorder = Recorder(sink=records.append)
     end(recorder, sequence_of(), 99.0, scheduled=1.0, first=2.0, outputs=5)
@@ -222,7 +222,7 @@ def test_without_objectives_there_is_nothing_to_meet():
     assert recorder.attainment() == {"text": {}}
 
 
-def test_an_output_is_due_when_its_last_token_is():
+def test_an_output_has_the_deadline_of_its_last_token():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     end(recorder, sequence_of(slo=SLO(tpot_ms=1000)), 6.5, scheduled=1.0, first=2.0, outputs=5)
@@ -232,7 +232,7 @@ def test_an_output_is_due_when_its_last_token_is():
     assert dataclasses.replace(record, deadline=math.inf).deadline_met is None
 
 
-def test_the_class_of_a_request_is_the_rarest_thing_in_it():
+def test_the_class_of_a_request_is_its_rarest_modality():
     text, table = Segment(start=0, stop=5, modality="text"), Segment(start=5, stop=10, modality="table")
     image = image_span("a", 2, 2)
     video = dataclasses.replace(image, modality="video")
@@ -242,7 +242,7 @@ def test_the_class_of_a_request_is_the_rarest_thing_in_it():
     assert request_class(sequence_of(segments=[text, table], media=[image, video]).request) == "video"
 
 
-def test_figures_are_those_of_the_statistics_module():
+def test_statistics_equal_those_of_the_statistics_module():
     rng = random.Random(3)
     recorder = Recorder()
     seconds: dict[str, list[float]] = {"text": [], "image": []}
@@ -252,7 +252,7 @@ def test_figures_are_those_of_the_statistics_module():
         media = [image_span("a", 1, 2)] if kind == "image" else []
         s = sequence_of(arrival=float(n), media=media, slo=SLO(e2e_ms=700, priority=n % 3))
         end(recorder, s, n + seconds[kind][-1], scheduled=float(n), first=float(n), outputs=2)
-    end(recorder, sequence_of(), 1e6, reason="abort")  # in no figure of times
+    end(recorder, sequence_of(), 1e6, reason="abort")  # its times are not counted
     summary = json.loads(json.dumps(recorder.summary(), allow_nan=False))
     for kind, values in seconds.items():
         ms = [1000 * value for value in values]
@@ -272,7 +272,7 @@ def test_figures_are_those_of_the_statistics_module():
     assert sum(group["requests"] for group in summary["requests"]["by_priority"].values()) == 201
 
 
-def test_memory_is_bounded_and_so_is_what_clients_can_make_a_summary_say():
+def test_memory_and_summary_are_bounded():
     recorder = Recorder(segments=True)
     for n in range(WINDOW + 500):
         s = sequence_of(2, slo=SLO(priority=n))
@@ -286,14 +286,14 @@ def test_memory_is_bounded_and_so_is_what_clients_can_make_a_summary_say():
     assert len(summary["requests"]["by_priority"]) <= 17
     assert summary["requests"]["by_class"]["text"]["pauses"] == WINDOW
     held = [value for value in vars(recorder).values() if isinstance(value, dict)]
-    assert all(len(value) <= 8 for value in held), "something of ended requests is kept"
+    assert all(len(value) <= 8 for value in held), "state of ended requests is kept"
     for n in range(20_000):
         recorder.encoding([span := image_span(str(n), 0, 1)], n)
         recorder.encoded([span], n)
     assert len(recorder._images) < 10_000
 
 
-def test_histograms_hold_every_segment_in_its_bucket():
+def test_histograms_count_each_segment_in_its_bucket():
     recorder = Recorder(segments=True)
     took = [0.0005, SECONDS[0], 0.3, 0.3, 1000.0]
     for seconds in took:
@@ -309,13 +309,13 @@ def test_histograms_hold_every_segment_in_its_bucket():
     assert recorder.histograms()["text", "queue"][0][SECONDS.index(2.5)] == len(took)
 
 
-def test_a_bound_of_a_bucket_is_in_it():
+def test_the_bound_of_a_bucket_belongs_to_it():
     histogram = Histogram()
     histogram.add(SECONDS[3])
     assert histogram.counts.index(1) == 3
 
 
-def test_the_table_of_a_request_has_a_line_for_each_segment(caplog):
+def test_the_table_of_a_request_has_a_line_per_segment(caplog):
     recorder = Recorder(log_segments=True)
     media = [image_span("a", 4, 2)]
     segments = cut(4, 10, deadline=3.5)
@@ -338,7 +338,7 @@ def test_the_table_of_a_request_has_a_line_for_each_segment(caplog):
     ]
 
 
-def test_a_pause_and_a_preemption_are_a_line_each_with_ids_and_reason(caplog):
+def test_a_pause_and_a_preemption_are_logged_with_ids_and_reason(caplog):
     s = sequence_of(id="chat-7", index=2)
     with caplog.at_level(logging.INFO, logger="omni_jax.telemetry.recorder"):
         log_event(Event(kind="pause", sequence=s, cause="budget"))
@@ -351,12 +351,12 @@ def test_a_pause_and_a_preemption_are_a_line_each_with_ids_and_reason(caplog):
         assert word in preemption
 
 
-class Watched:
-    """A loop with a recorder beside it, as the engine has one."""
+class RecordedLoop:
+    """A loop that calls a recorder as the engine does."""
 
     def __init__(self, loop: Loop, recorder: Recorder):
         self.loop, self.recorder = loop, recorder
-        self.told: set[Sequence] = set()
+        self.recorded: set[Sequence] = set()
         commit = loop._commit
 
         def committing(plan, result):
@@ -381,20 +381,20 @@ class Watched:
 
         busy = self.loop.step(between=planned)
         for sequence in self.loop.sequences:
-            if sequence.finish_reason is not None and sequence not in self.told:
-                self.told.add(sequence)
+            if sequence.finish_reason is not None and sequence not in self.recorded:
+                self.recorded.add(sequence)
                 self.recorder.finished(sequence, self.now)
         return busy
 
 
 @pytest.mark.parametrize("discipline", [None, SLOFirst(aging_seconds=50)])
-def test_of_the_real_scheduler_every_segment_is_recorded_once_and_every_preemption_has_a_cause(discipline):
+def test_with_the_real_scheduler_each_segment_is_recorded_once_and_each_preemption_has_a_cause(discipline):
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     loop = Loop(
         blocks=14, block_size=4, max_model_len=48, max_num_seqs=4, max_num_batched_tokens=8, discipline=discipline
     )
-    watched = Watched(loop, recorder)
+    recorded = RecordedLoop(loop, recorder)
     rng = random.Random(1)
     for wave in range(8):
         for _ in range(3):
@@ -410,13 +410,13 @@ def test_of_the_real_scheduler_every_segment_is_recorded_once_and_every_preempti
                 n=1 + (wave == 2),
             )
         for _ in range(4):
-            watched.step()
-    while watched.step():
-        assert watched.now < 10_000
+            recorded.step()
+    while recorded.step():
+        assert recorded.now < 10_000
     counts = recorder.preemptions
     assert counts["blocks"]
     assert (counts["class"] > 0) == (recorder.pauses > 0) == (discipline is not None)
-    assert sum(counts.values()) >= loop.scheduler.num_preemptions  # blocks alone may be taken from who waits
+    assert sum(counts.values()) >= loop.scheduler.num_preemptions  # waiting sequences may lose blocks too
 
     ended = of(records, RequestRecord)
     assert len(ended) == len(loop.sequences)
@@ -429,5 +429,5 @@ def test_of_the_real_scheduler_every_segment_is_recorded_once_and_every_preempti
     for sequence in loop.sequences:
         mine = [r.number for r in of_prompt if (r.request_id, r.index) == (sequence.request.id, sequence.index)]
         assert mine == sorted(set(mine))
-        if sequence.index == 0:  # a sibling computes only what it does not share
+        if sequence.index == 0:  # siblings do not compute the blocks that they share
             assert mine == list(range(len(sequence.request.segments)))

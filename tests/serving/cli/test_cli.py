@@ -1,6 +1,7 @@
 """The command line: what it passes on, what it prints, how it exits."""
 
 import dataclasses
+import importlib.metadata
 import io
 import json
 import socket
@@ -11,43 +12,65 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from typer.testing import CliRunner
 
 import checkpoints.reader
 from omni_jax.engine.config import EngineConfig
 from omni_jax.progress import progress_bar, stage_bars
 from omni_jax.requests import EngineError
-from serving.cli import main as cli
-from serving.cli import support as cli_support
-from serving.http.media import MediaOptions, MediaPolicy
-from serving.http.segment_options import SegmentOptions
+from serving.cli import reference
+from serving.cli.app import app
+from serving.cli.main import COMMANDS
+from serving.cli.options import PANELS, descriptions
+from serving.describe.settings import DescribeSettings
+from serving.http.settings import MediaAccessSettings, MediaSettings
+from tests.command_line import run_command
 from tests.tiny import write_tiny
 
 
 def test_help_is_there_for_every_command_and_imports_nothing_heavy():
     code = (
         "import sys, serving.cli.main\n"
-        "try: serving.cli.main.app(['serve', '--help'])\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "heavy = {'jax', 'numpy', 'aiohttp', 'transformers'} & set(sys.modules)\n"
+        "try: serving.cli.main.main(['serve', '--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'jax', 'numpy', 'aiohttp', 'transformers', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    for command in ("serve", "generate", "convert", "check", "version"):
-        result = CliRunner().invoke(cli.app, [command, "--help"])
+    for command in (function.__name__.replace("_", "-") for function in COMMANDS):
+        result = run_command(command, "--help")
         assert result.exit_code == 0
         assert f"Example: omni-jax {command}" in " ".join(result.output.split())
 
 
-def test_usage_errors_are_exit_code_2(invoke):
-    for arguments in (["serve"], ["serve", "d", "--port", "x"], ["serve", "d", "--port", "70000"], ["nothing"]):
+@pytest.mark.parametrize("command", [function.__name__.replace("_", "-") for function in COMMANDS])
+def test_help_at_80_columns_breaks_no_flag(command):
+    flags = [name for argument in app[command].assemble_argument_collection() for name in argument.names]
+    assert flags
+    words = run_command(command, "--help", env={"COLUMNS": "80"}).stdout.split()
+    positive = [flag for flag in flags if not flag.startswith(("--no-", "--empty-"))]
+    assert not [flag for flag in positive if flag.startswith("--") and flag not in words]
+
+
+def test_the_reference_page_is_up_to_date():
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python -m serving.cli.reference"
+
+
+def test_every_setting_is_described():
+    for kind in (*(kind for kinds in PANELS.values() for kind in kinds), EngineConfig, DescribeSettings):
+        texts = descriptions(kind)
+        assert [field.name for field in dataclasses.fields(kind) if not texts.get(field.name)] == []
+
+
+def test_usage_errors_are_exit_code_2(invoke, served):
+    for arguments in (["serve"], ["serve", ".", "--port", "x"], ["serve", ".", "--port", "70000"], ["nothing"]):
         assert invoke(*arguments).exit_code == 2
-    assert invoke("generate", "d", "p", "--raw", "--system", "s").exit_code == 2
-    assert invoke("serve", "d", "--api-key", "").exit_code == 2
-    assert invoke("serve", "d", "--generation-config", "x").exit_code == 2
+    assert invoke("generate", ".", "p", "--raw", "--system", "s").exit_code == 2
+    assert "api_key must not be empty" in invoke("serve", ".", "--api-key", "").stderr
+    assert invoke("serve", ".", "--generation-config", "x").exit_code == 2
+    assert "--max-num-seqs must be a whole number, got '4.5'" in invoke("serve", ".", "--max-num-seqs", "4.5").stderr
 
 
-def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
+def test_serve_passes_its_flags_on(invoke, served, tmp_path):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
     assert served["config"] == EngineConfig(model_dir=tmp_path)
     assert served["server"].names == (tmp_path.name,)
@@ -69,7 +92,7 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
         "encoder_layers_per_slice": 2,
     }
     arguments = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    arguments += ["--served-model-name", "a", "--served-model-name", "b", "--max-body-size", "77", "--port", "0"]
+    arguments += ["--served-model-name", "a", "b", "--max-body-size", "77", "--port", "0"]
     result = invoke("serve", str(tmp_path), *arguments, "--shutdown-timeout", "1.5", "--no-access-log")
     assert result.exit_code == 0, result.output
     assert served["config"] == EngineConfig(model_dir=tmp_path, **flags)
@@ -81,19 +104,23 @@ def test_serve_passes_on_only_what_was_given(invoke, served, tmp_path):
 def test_serve_media_flags(invoke, served, tmp_path):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
     media = served["server"].media
-    assert media == MediaOptions()
-    assert (media.limits, media.policy.timeout) == ({"image": 16, "video": 1}, 5.0)
+    assert media == MediaSettings()
+    assert media.limit_mm_per_prompt == {"image": 16, "video": 1}
+    assert served["server"].access == MediaAccessSettings()
     assert served["server"].max_body_size == 64 * 2**20
-    flags = ["--allowed-media-domains", "a.test", "--allowed-media-domains", "B.test", "--media-timeout", "2.5"]
+    flags = ["--allowed-media-domains", "a.test", "B.test", "--media-timeout", "2.5"]
     flags += ["--allowed-local-media-path", str(tmp_path), "--allow-private-media-addresses"]
     flags += ["--allow-mm-processor-kwargs", "--limit-mm-per-prompt", '{"image": 4, "video": 2}']
     result = invoke("serve", str(tmp_path), "--port", "0", *flags)
     assert result.exit_code == 0, result.output
-    policy = MediaPolicy(
-        allowed_domains=("a.test", "b.test"), allowed_local_path=tmp_path, allow_private_addresses=True, timeout=2.5
+    assert served["server"].access == MediaAccessSettings(
+        allowed_media_domains=("a.test", "b.test"),
+        allowed_local_media_path=tmp_path,
+        allow_private_media_addresses=True,
+        media_timeout=2.5,
     )
     limits = {"image": 4, "video": 2}
-    assert served["server"].media == MediaOptions(policy=policy, limits=limits, allow_mm_processor_kwargs=True)
+    assert served["server"].media == MediaSettings(limit_mm_per_prompt=limits, allow_mm_processor_kwargs=True)
     for text, limits in {
         "image=4,video=1": {"image": 4, "video": 1},
         "image=4": {"image": 4, "video": 1},
@@ -101,7 +128,7 @@ def test_serve_media_flags(invoke, served, tmp_path):
         '{"video": 3}': {"image": 16, "video": 3},
     }.items():
         assert invoke("serve", str(tmp_path), "--port", "0", "--limit-mm-per-prompt", text).exit_code == 0
-        assert served["server"].media.limits == limits
+        assert served["server"].media.limit_mm_per_prompt == limits
 
 
 @pytest.mark.parametrize(
@@ -126,7 +153,8 @@ def test_serve_media_flags_that_are_wrong_are_usage_errors(invoke, served, tmp_p
 
 def test_serve_segment_and_objective_flags(invoke, served, tmp_path, monkeypatch):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
-    assert served["server"].cutter._options == SegmentOptions()
+    cutter = served["server"].cutter
+    assert (cutter._policy, cutter._allow_request_policy) == ("request", False)
     flags = ["--scheduling-policy", "slo", "--ttft-ms", "500", "--tpot-ms", "50.5", "--e2e-ms", "9000"]
     flags += ["--aging-seconds", "2.5", "--segment-aware", "--debug-print-batch", "--allow-request-segment-policy"]
     result = invoke("serve", str(tmp_path), "--port", "0", *flags, "--segment-policy", "hybrid")
@@ -142,7 +170,8 @@ def test_serve_segment_and_objective_flags(invoke, served, tmp_path, monkeypatch
         segment_aware=True,
         debug_print_batch=True,
     )
-    assert served["server"].cutter._options == SegmentOptions(policy="hybrid", allow_request_policy=True)
+    cutter = served["server"].cutter
+    assert (cutter._policy, cutter._allow_request_policy) == ("hybrid", True)
     text = '{"text": {"policy": "by_length", "max_length": 64}, "image": "by_region"}'
     text = text.replace('"by_region"', '{"policy": "by_region", "regions": {"rows": 2}}')
     assert invoke("serve", str(tmp_path), "--port", "0", "--segment-policy", text).exit_code == 0
@@ -180,15 +209,13 @@ def test_a_policy_of_ones_own_is_found_in_the_working_directory(invoke, served, 
 def test_serve_segment_flags_that_are_wrong_are_usage_errors_that_say_what_is_right(
     invoke, served, tmp_path, flags, told
 ):
-    result = invoke("serve", str(tmp_path), "--port", "0", *flags, env={"COLUMNS": "1000"})
+    result = invoke("serve", str(tmp_path), "--port", "0", *flags)
     assert result.exit_code == 2, result.output
     assert told in result.stderr
     assert served == {}
 
 
 SETTINGS = {
-    "model": "the/model",
-    "tokenizer": "the/model",
     "max-num-seqs": 4,
     "max_model_len": 100,
     "served_model_name": "a",
@@ -208,13 +235,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("suffix", "write"), [(".json", json.dumps), (".yaml", yaml.safe_dump), (".yml", json.dumps)])
-def test_a_file_of_settings_stands_in_place_of_the_model(invoke, served, tmp_path, suffix, write):
+def test_serve_reads_settings_from_a_file(invoke, served, tmp_path, suffix, write):
     file = tmp_path / f"settings{suffix}"
-    file.write_text(write(SETTINGS))
-    result = invoke("serve", str(file))
+    file.write_text(write({"model": str(tmp_path)} | SETTINGS))
+    result = invoke("serve", "--config", file)
     assert result.exit_code == 0, result.output
     config = EngineConfig(
-        model_dir=Path("the/model"),
+        model_dir=tmp_path,
         max_num_seqs=4,
         max_model_len=100,
         scheduling_policy="slo",
@@ -224,49 +251,49 @@ def test_a_file_of_settings_stands_in_place_of_the_model(invoke, served, tmp_pat
     )
     assert served["config"] == config
     assert served["server"].names == ("a",)
-    assert served["server"].media.limits == {"image": 3, "video": 1}
+    assert served["server"].media.limit_mm_per_prompt == {"image": 3, "video": 1}
     assert served["access_log"] is False
-    # The command line overrules the file.
-    more = ["--max-num-seqs", "9", "--access-log", "--served-model-name", "b", "--served-model-name", "c"]
-    assert invoke("serve", str(file), *more).exit_code == 0
-    assert served["config"] == dataclasses.replace(config, max_num_seqs=9)
+    # Flags override variables, and variables override the file.
+    more = ["--max-num-seqs", "9", "--access-log", "--served-model-name", "b", "c"]
+    variables = {"OMNI_JAX_MAX_NUM_SEQS": "8", "OMNI_JAX_MAX_MODEL_LEN": "77", "OMNI_JAX_API_KEY": "k3 k4"}
+    assert invoke("serve", "--config", file, *more, env=variables).exit_code == 0
+    assert served["config"] == dataclasses.replace(config, max_num_seqs=9, max_model_len=77)
     assert (served["server"].names, served["access_log"]) == (("b", "c"), True)
+    (tmp_path / "other").mkdir()
+    assert invoke("serve", tmp_path / "other", env={"OMNI_JAX_CONFIG": str(file)}).exit_code == 0
+    assert served["config"] == dataclasses.replace(config, model_dir=tmp_path / "other")
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"max_model_length": 5}, "'max_model_len'"),  # the nearest valid key
-        ({"modell": "x"}, "'model'"),
-        ({"segment_polices": {}}, "'segment_policies'"),
-        ({"shedulingpolicy": "slo"}, "'scheduling_policy'"),
-        ({1: 2}, "nearest"),
-        ({"model": None}, "model must be"),
-        ({"model": 5}, "model must be"),
-        ({"tokenizer": "another"}, "tokenizer"),
+        ({"max_model_length": 5}, "Did you mean --max-model-len?"),
+        ({"modell": "x"}, "Did you mean --model?"),
+        ({"segment_polices": {}}, "Did you mean --segment-policy?"),
+        ({"shedulingpolicy": "slo"}, "Did you mean --scheduling-policy?"),
+        ({1: 2}, "is not text"),
+        ({"model": None}, "give the model's directory"),
+        ({"model": "no/such"}, "hf download no/such"),
         ({"max_num_seqs": "many"}, "max-num-seqs"),
         ({"max_num_seqs": 4.5}, "max-num-seqs"),
-        ({"max_num_seqs": True}, "max_num_seqs"),
-        ({"max_num_seqs": 0}, "max-num-seqs"),
-        ({"max_num_seqs": [1, 2]}, "max_num_seqs"),
-        ({"max_num_seqs": {"a": 1}}, "max_num_seqs"),
-        ({"access_log": "no"}, "access_log must be true or false"),
-        ({"api_key": [{}]}, "api_key"),
+        ({"max_num_seqs": True}, "max-num-seqs"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": [1, 2]}, "max-num-seqs"),
+        ({"max_num_seqs": {"a": 1}}, "max-num-seqs"),
+        ({"access_log": "maybe"}, "access-log"),
         ({"api_key": ""}, "must not be empty"),
         ({"ttft_ms": -1}, "ttft_ms"),
         ({"segment_policy": "by_page"}, "by_modality"),
         ({"segment_policies": {"sound": "request"}}, "modalities"),
-        ({"segment_policies": {"policy": "request"}}, "segment_policies maps"),
-        ({"segment_policies": "request"}, "segment_policies maps"),
-        ({"segment_policies": {"text": "request"}, "segment_policy": "request"}, "exclude"),
+        ({"segment_policies": {"text": "request"}, "segment_policy": "request"}, "twice"),
         ({"port": 1, "scheduling-policy": "slo", "scheduling_policy": "slo"}, "twice"),
-        ({"help": True}, "unknown key"),
+        ({"help": True}, "Unknown option"),
     ],
 )
 def test_settings_that_are_wrong_are_usage_errors(invoke, served, tmp_path, settings, told):
     file = tmp_path / "settings.yaml"
-    file.write_text(yaml.safe_dump({"model": "m", "port": 0} | settings))
-    result = invoke("serve", str(file), env={"COLUMNS": "1000"})
+    file.write_text(yaml.safe_dump({"model": str(tmp_path), "port": 0} | settings))
+    result = invoke("serve", "--config", file)
     assert result.exit_code == 2, result.output
     assert told in result.stderr
     assert served == {}
@@ -287,26 +314,42 @@ def test_settings_that_are_wrong_are_usage_errors(invoke, served, tmp_path, sett
 )
 def test_files_that_hold_no_settings_are_usage_errors(invoke, served, tmp_path, name, text):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    result = invoke("serve", str(tmp_path / name), env={"COLUMNS": "1000"})
+    result = invoke("serve", "--config", tmp_path / name)
     assert (result.exit_code, served) == (2, {}), result.output
     assert str(tmp_path / name) in result.stderr
-    assert invoke("serve", str(tmp_path / "none.json")).exit_code == 2
+    assert invoke("serve", "--config", tmp_path / "none.json").exit_code == 2
 
 
-def test_serve_tells_xla_the_share_of_a_gpu(invoke, served, tmp_path, monkeypatch):
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    invoke("serve", str(tmp_path), "--port", "0")
-    assert cli_support.os.environ[name] == "0.92"  # the config's own default
-    monkeypatch.setenv(name, "0.3")
-    invoke("serve", str(tmp_path), "--port", "0")
-    assert cli_support.os.environ[name] == "0.3"
-    invoke("serve", str(tmp_path), "--port", "0", "--gpu-memory-utilization", "0.6")
-    assert cli_support.os.environ[name] == "0.6"
+def test_xla_gets_its_share_of_a_gpu(invoke, served, tmp_path):
+    for flags, expected in (([], "0.92"), (["--gpu-memory-utilization", "0.6"], "0.6")):
+        assert invoke("serve", tmp_path, "--port", "0", *flags).exit_code == 0
+        assert served["xla_share"] == expected
+
+
+def test_vllm_spellings(invoke, served, tmp_path):
+    flags = ["--served-model-name", "a", "b", "--api-key", "k1", "k2", "--trust-remote-code"]
+    assert invoke("serve", "--model", tmp_path, "--port", "0", *flags, "--scheduling-policy", "priority").exit_code == 0
+    assert served["server"].names == ("a", "b")
+    assert (served["config"].scheduling_policy, served["config"].trust_remote_code) == ("slo", True)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("Qwen/Qwen2-0.5B", "hf download Qwen/Qwen2-0.5B --local-dir Qwen2-0.5B"),
+        ("./no/such", "there is no directory no/such"),
+        (__file__, "is a file, not a model directory"),
+    ],
+)
+def test_a_model_that_is_not_there_is_known_at_once(invoke, served, model, told):
+    result = invoke("serve", model)
+    assert (result.exit_code, served) == (2, {})
+    assert told in result.stderr
 
 
 def test_serve_with_a_port_in_use(invoke, served):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = invoke("serve", "m", "--port", str(taken.getsockname()[1]))
+        result = invoke("serve", ".", "--port", str(taken.getsockname()[1]))
     assert result.exit_code == 1
     assert "cannot listen on 127.0.0.1" in result.stderr
     assert served == {}
@@ -317,23 +360,29 @@ def test_serve_with_a_model_that_cannot_be_loaded(invoke, served, monkeypatch):
         raise EngineError("the pool does not fit")
 
     monkeypatch.setattr(sys.modules["omni_jax.engine.async_engine"], "AsyncEngine", broken)
-    result = invoke("serve", "m", "--port", "0")
+    result = invoke("serve", ".", "--port", "0")
     assert result.exit_code == 1
     assert result.stderr == "omni-jax: the pool does not fit\n"
+
+
+def made(llm) -> EngineConfig:
+    """What the command loaded a model with."""
+    model_dir, options = llm.made
+    return EngineConfig(model_dir=model_dir, **options)
 
 
 def test_generate(invoke, llm, tmp_path):
     result = invoke("generate", str(tmp_path), "hello", "--max-model-len", "99", "--temperature", "0", "--stop", "x")
     assert (result.exit_code, result.stdout) == (0, "one two\n"), result.output
-    assert llm.made == (tmp_path, {"max_model_len": 99, "max_num_seqs": 1})
+    assert made(llm) == EngineConfig(model_dir=tmp_path, max_model_len=99, max_num_seqs=1)
     prompt, params = llm.asked
     assert prompt == [{"role": "user", "content": "hello"}]  # the model has a template
     assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0, 7, 256, ("x",))
-    invoke("generate", "m", "hello", "--raw")
+    invoke("generate", ".", "hello", "--raw")
     assert llm.asked[0] == "hello"
-    invoke("generate", "m", "hello", "--system", "be brief")
+    invoke("generate", ".", "hello", "--system", "be brief")
     assert [message["role"] for message in llm.asked[0]] == ["system", "user"]
-    result = invoke("generate", "m", "-", "--raw", "--json", input="from stdin")
+    result = invoke("generate", ".", "-", "--raw", "--json", stdin="from stdin")
     assert llm.asked[0] == "from stdin"
     assert json.loads(result.stdout) == {"prompt": "from stdin", "text": "one two"}
 
@@ -342,8 +391,8 @@ def test_generate_with_images_and_videos(invoke, llm, tmp_path):
     for name in ("a.png", "b.jpg", "c.mp4"):
         (tmp_path / name).write_bytes(b"")
     paths = [str(tmp_path / name) for name in ("a.png", "b.jpg", "c.mp4")]
-    seen = ["--image", paths[0], "--image", paths[1], "--video", paths[2]]
-    result = invoke("generate", "m", "What are they?", *seen, "--system", "be brief", "--max-pixels", "5000")
+    seen = ["--image", paths[0], paths[1], "--video", paths[2]]
+    result = invoke("generate", ".", "What are they?", *seen, "--system", "be brief", "--max-pixels", "5000")
     assert result.exit_code == 0, result.output
     assert llm.asked[0] == [
         {"role": "system", "content": "be brief"},
@@ -357,22 +406,22 @@ def test_generate_with_images_and_videos(invoke, llm, tmp_path):
             ],
         },
     ]
-    assert llm.made[1] == {"max_num_seqs": 1, "max_pixels": 5000}
+    assert made(llm) == EngineConfig(model_dir=Path("."), max_num_seqs=1, max_pixels=5000)
     llm.asked = None
     for wrong in (["--image", str(tmp_path / "none.png")], ["--video", str(tmp_path)], [*seen, "--raw"]):
-        assert invoke("generate", "m", "What?", *wrong).exit_code == 2
+        assert invoke("generate", ".", "What?", *wrong).exit_code == 2
     assert llm.asked is None
 
 
 def test_generate_faults(invoke, llm):
-    result = invoke("generate", "m", "hello", "--temperature", "9")
-    assert result.exit_code == 1
+    result = invoke("generate", ".", "hello", "--temperature", "9")
+    assert result.exit_code == 2
     assert result.stderr.startswith("omni-jax: temperature must be")
     llm.fault = FileNotFoundError("no model in m")
-    result = invoke("generate", "m", "hello")
+    result = invoke("generate", ".", "hello")
     assert (result.exit_code, result.stderr) == (1, "omni-jax: no model in m\n")
     llm.fault = KeyboardInterrupt()
-    assert invoke("generate", "m", "hello").exit_code == 130
+    assert invoke("generate", ".", "hello").exit_code == 130
 
 
 def test_check(invoke, tmp_path):
@@ -399,6 +448,7 @@ def test_convert_says_what_is_wrong(invoke, tmp_path):
 
 
 def test_version(invoke):
+    assert invoke("--version").stdout == f"omni-jax {importlib.metadata.version('omni-jax')}\n"
     assert set(json.loads(invoke("version", "--json").stdout)) == {"omni-jax", "jax", "python"}
     assert invoke("version").stdout.startswith("omni-jax ")
 
@@ -422,7 +472,8 @@ def test_progress_of_a_start(terminal):
             report("load", done * 10**6, 10**7, f"tensor {done}")
         if terminal:
             report("compile", 1, 12, "body 32")  # and fails there
-    assert ("load" in console.file.getvalue() and "compile" in console.file.getvalue()) == terminal
+    shown = console.file.getvalue()
+    assert ("starting" in shown and "compiled: 1 of 12" in shown) == terminal
 
 
 def test_the_reader_is_where_the_cli_expects_it():

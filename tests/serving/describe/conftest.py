@@ -24,5 +24,5 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_backoff(monkeypatch):
     monkeypatch.setattr(describe_client, "FIRST_BACKOFF", 0.0)

@@ -1,4 +1,4 @@
-"""A fake OpenAI-compatible server on loopback, and the few steps that every test of describe-images takes."""
+"""Fake OpenAI-compatible server on loopback, and helpers for tests of describe-images."""
 
 import asyncio
 import base64
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Fake:
-    """An OpenAI-compatible server in a thread of its own. `answer` is called in it, for each request in turn."""
+    """OpenAI-compatible server in its own thread, which calls `answer` with the body of each request."""
 
     def __init__(self):
         self.requests: list[dict] = []
@@ -30,7 +30,7 @@ class Fake:
         self.models = ["fake-vl"]
 
     async def describe(self, body: dict) -> web.Response:
-        return said(f"an image of {image_of(body)!r}")
+        return described(f"an image of {image_of(body)!r}")
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         self.in_flight += 1
@@ -40,7 +40,7 @@ class Fake:
             self.requests.append(body)
             self.headers.append(dict(request.headers))
             answer = await self.answer(body)
-            if answer is None:  # dies without a word
+            if answer is None:  # close the connection without a response
                 request.transport.abort()
                 return web.Response()
             return answer
@@ -80,7 +80,7 @@ class Fake:
             sock.close()
 
 
-def said(text: str) -> web.Response:
+def described(text: str) -> web.Response:
     usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     return web.json_response({"choices": [choice], "usage": usage})
@@ -92,7 +92,7 @@ def refused(status: int, message: str, headers: dict | None = None) -> web.Respo
 
 
 def image_of(body: dict) -> str:
-    """The file's bytes, or the URL."""
+    """Return the bytes of the file as text, or the URL."""
     address = body["messages"][-1]["content"][0]["image_url"]["url"]
     return base64.b64decode(address.partition(",")[2]).decode() if address.startswith("data:") else address
 
@@ -112,7 +112,7 @@ def run(given: Options) -> describe_report.Summary:
 
 
 def rows(out: Path) -> dict[str, dict]:
-    """By source; every line is a row, and no source has two."""
+    """Return the rows by source, and check that every line is a row and no source has two."""
     data = out.read_bytes()
     assert data.endswith(b"\n") or not data
     parsed = [json.loads(line) for line in data.splitlines()]
@@ -121,7 +121,7 @@ def rows(out: Path) -> dict[str, dict]:
 
 
 def in_turn(*answers):
-    """Gives a new copy of each answer, then of the last again and again."""
+    """Return an `answer` that gives the answers one by one, then repeats the last."""
     waiting = list(answers)
 
     async def answer(body):

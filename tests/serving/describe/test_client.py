@@ -1,4 +1,4 @@
-"""Rate and retries, on a clock of their own."""
+"""Rate limit, retries and errors of the client."""
 
 import asyncio
 import email.utils
@@ -9,108 +9,108 @@ import pytest
 from aiohttp import web
 
 from serving.describe import client as describe_client
-from serving.describe.client import RateLimit
+from serving.describe.client import rate_limit
 from serving.describe.job import connect
 from serving.http.lifecycle import bind, url
-from tests.serving.describe.fake import in_turn, options, refused, said
+from tests.serving.describe.fake import described, in_turn, options, refused
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-        self.slept = []
+class Pauses(list):
+    """Records the waits between attempts instead of waiting."""
 
-    def __call__(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
+    async def __call__(self, seconds: float) -> None:
+        self.append(seconds)
 
 
-async def test_the_rate_is_kept_and_saved_up_for_one_second_only():
-    clock = Clock()
-    limit = RateLimit(10, clock=clock, sleep=clock.sleep)
-    starts = []
+async def entries(rate: float, workers: int, each: int) -> list[float]:
+    """Seconds at which `workers` tasks enter a rate limit, `each` times each."""
+    limit, seconds = rate_limit(rate), []
+    start = time.monotonic()
 
-    async def take(count: int) -> None:
-        for _ in range(count):
-            await limit.wait()
-            starts.append(clock.now)
+    async def enter() -> None:
+        for _ in range(each):
+            async with limit:
+                seconds.append(time.monotonic() - start)
 
-    await take(31)
-    assert starts == pytest.approx([1000 + number / 10 for number in range(31)])  # no burst at the start
-    clock.now += 1000
-    starts.clear()
-    await take(31)
-    burst = [start - starts[0] for start in starts]
-    assert burst[:10] == [0] * 10  # a second's worth
-    assert burst[10:] == pytest.approx([number / 10 for number in range(1, 22)])
-    for rate in (0.5, 3):
-        clock, starts = Clock(), []
-        limit = RateLimit(rate, clock=clock, sleep=clock.sleep)
-        for pause in (0, 0, 0.9, 50, 0, 0, 0.3, 0, 0, 0):
-            clock.now += pause
-            await take(1)
-        for index, start in enumerate(starts):  # what a bucket of that size allows, from every start on
-            for later in range(index, len(starts)):
-                assert later - index + 1 <= max(1, rate) + rate * (starts[later] - start) + 1e-6
+    await asyncio.gather(*(enter() for _ in range(workers)))
+    return seconds
 
 
-async def test_turns_are_taken_by_all_workers_together():
-    clock = Clock()
-    starts = []
-
-    async def sleep(seconds: float) -> None:
-        starts.append(seconds)
-
-    limit = RateLimit(4, clock=clock, sleep=sleep)
-    await asyncio.gather(*(limit.wait() for _ in range(5)))
-    assert starts == [0.25, 0.5, 0.75, 1.0]
-    unlimited = RateLimit(0, clock=clock, sleep=sleep)
-    await asyncio.gather(*(unlimited.wait() for _ in range(100)))
-    assert len(starts) == 4
+async def test_the_rate_holds_from_the_first_second_on():
+    seconds = await entries(20, workers=6, each=5)
+    assert sum(second < 0.9 for second in seconds) <= 18  # a bucket of 20 tokens would allow 38
+    assert all(later - earlier >= 0.9 for earlier, later in zip(seconds, seconds[20:], strict=False))
 
 
-async def post(server: str, clock: Clock, **more) -> describe_client.Reply:
-    """One request, whose every backoff is the longest possible."""
+async def test_unused_turns_are_not_saved_up():
+    limit = rate_limit(20)
+    for pause in (0.0, 0.3, 0.3):
+        await asyncio.sleep(pause)
+        start = time.monotonic()
+        for _ in range(3):
+            async with limit:
+                pass
+        assert time.monotonic() - start >= 0.09
+
+
+async def test_rates_below_one_a_second_and_no_limit():
+    assert (await entries(0.9, workers=2, each=1))[1] >= 1.1
+    assert len(await entries(0, workers=10, each=1000)) == 10_000
+
+
+async def post(server: str, pauses: Pauses | None = None, **more) -> describe_client.Reply:
+    """Send one request without waiting between attempts."""
     given = options("x", server, Path("x"), **more)
-    async with connect(given, clock=clock, sleep=clock.sleep, uniform=lambda low, high: high) as client:
+    async with connect(given, sleep=Pauses() if pauses is None else pauses) as client:
         return await client.post("/chat/completions", b'{"messages": []}')
 
 
-async def test_a_503_with_retry_after_is_tried_again_when_it_says(fake, server, monkeypatch):
+@pytest.fixture
+def longest_backoff(monkeypatch):
+    """Makes every backoff the longest possible."""
     monkeypatch.setattr(describe_client, "FIRST_BACKOFF", 1.0)
-    fake.answer = in_turn(lambda: refused(503, "busy", {"Retry-After": "7"}), lambda: said("yes"))
-    clock = Clock()
-    reply = await post(server, clock)
+    monkeypatch.setattr("tenacity.wait.random.uniform", lambda low, high: high)
+
+
+async def test_a_503_is_retried_after_its_retry_after_plus_jitter(fake, server, longest_backoff):
+    fake.answer = in_turn(lambda: refused(503, "busy", {"Retry-After": "7"}), lambda: described("yes"))
+    pauses = Pauses()
+    reply = await post(server, pauses)
     assert (reply.answer["choices"][0]["message"]["content"], reply.attempts) == ("yes", 2)
-    assert clock.slept == [8.0]  # 7 and the jitter: those who were sent away together must not return together
+    assert pauses == [8.0]
 
 
-async def test_backoff_doubles_up_to_a_bound_and_ends(fake, server, monkeypatch):
-    monkeypatch.setattr(describe_client, "FIRST_BACKOFF", 1.0)
+async def test_backoff_doubles_up_to_a_bound_and_ends(fake, server, longest_backoff):
     fake.answer = in_turn(lambda: refused(500, "broken"))
-    clock = Clock()
-    reply = await post(server, clock, retries=8)
+    pauses = Pauses()
+    reply = await post(server, pauses, retries=8)
     assert (reply.error["status"], reply.error["message"], reply.attempts) == (500, "broken", 9)
-    assert clock.slept == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     assert len(fake.requests) == 9
 
 
-async def test_every_attempt_waits_for_its_turn(fake, server):
+async def test_backoff_is_random(fake, server, monkeypatch):
+    monkeypatch.setattr(describe_client, "FIRST_BACKOFF", 1.0)
+    fake.answer = in_turn(lambda: refused(500, "broken"))
+    pauses = Pauses()
+    await post(server, pauses, retries=9)
+    assert all(0 <= pause <= min(60, 2**number) for number, pause in enumerate(pauses))
+    assert len(set(pauses)) == 9
+
+
+async def test_the_rate_limit_counts_every_attempt(fake, server):
     fake.answer = in_turn(lambda: refused(429, "slow down"))
-    clock = Clock()
-    await post(server, clock, retries=3, rate=0.5)
-    assert [seconds for seconds in clock.slept if seconds] == [2.0, 2.0, 2.0]
+    start = time.monotonic()
+    await post(server, retries=3, rate=10)
+    assert time.monotonic() - start >= 0.29
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 413, 422])
-async def test_other_statuses_are_final_and_keep_the_reason(fake, server, status):
+async def test_other_statuses_are_final_and_keep_the_error(fake, server, status):
     fake.answer = in_turn(lambda: refused(status, "the image is broken", {"Retry-After": "1"}))
-    clock = Clock()
-    reply = await post(server, clock)
-    assert (reply.attempts, clock.slept) == (1, [])
+    pauses = Pauses()
+    reply = await post(server, pauses)
+    assert (reply.attempts, pauses) == (1, [])
     assert reply.error == {
         "status": status,
         "message": "the image is broken",
@@ -120,28 +120,28 @@ async def test_other_statuses_are_final_and_keep_the_reason(fake, server, status
     }
 
 
-async def test_reasons_that_are_not_in_openais_shape(fake, server):
+async def test_errors_that_are_not_in_openais_format(fake, server):
     for text, message in (("<h1>Bad</h1>", "<h1>Bad</h1>"), ('{"error": "no"}', "no"), ("", "no reason given")):
         fake.answer = in_turn(lambda text=text: web.Response(status=400, text=text))
-        assert (await post(server, Clock())).error == {"status": 400, "message": message}
+        assert (await post(server)).error == {"status": 400, "message": message}
 
 
 async def test_redirects_are_not_followed(fake, server):
     fake.answer = in_turn(lambda: web.Response(status=307, headers={"Location": "/v1/chat/completions"}))
-    reply = await post(server, Clock(), api_key="secret")
+    reply = await post(server, api_key="secret")
     assert (reply.error["status"], reply.attempts, len(fake.requests)) == (307, 1, 1)
 
 
-async def test_broken_connections_and_timeouts_are_tried_again(fake, server):
-    fake.answer = in_turn(lambda: None, lambda: None, lambda: said("yes"))
-    reply = await post(server, Clock())
+async def test_broken_connections_and_timeouts_are_retried(fake, server):
+    fake.answer = in_turn(lambda: None, lambda: None, lambda: described("yes"))
+    reply = await post(server)
     assert (reply.error, reply.attempts) == (None, 3)
 
     async def hang(body):
         await asyncio.Event().wait()
 
     fake.answer = hang
-    reply = await post(server, Clock(), timeout=0.05, retries=1)
+    reply = await post(server, timeout=0.05, retries=1)
     assert reply.attempts == 2
     assert (reply.error["status"], reply.error["type"], reply.error["message"]) == (
         None,
@@ -152,7 +152,7 @@ async def test_broken_connections_and_timeouts_are_tried_again(fake, server):
 
 async def test_connection_refused():
     with bind("127.0.0.1", 0) as sock:  # bound and not listening
-        reply = await post(f"{url(sock)}/v1", Clock(), retries=2)
+        reply = await post(f"{url(sock)}/v1", retries=2)
     assert (reply.attempts, reply.error["status"], reply.error["type"]) == (3, None, "connection_error")
     assert "Connect call failed" in reply.error["message"]
 
@@ -165,4 +165,4 @@ def test_retry_after():
         assert seconds(text) == 0.0
     pause = describe_client._pause
     assert (pause(429, None), pause(503, "5"), pause(400, "5")) == (0.0, 5.0, None)
-    assert pause(503, "86400") is None  # nobody waits for a day
+    assert pause(503, "86400") is None  # too long to wait for

@@ -1,4 +1,4 @@
-"""describe-images as a whole: what is sent, what is written, the command."""
+"""describe-images as a whole: requests, rows and the command."""
 
 import asyncio
 import base64
@@ -12,17 +12,16 @@ import threading
 import pytest
 from aiohttp import web
 from rich.console import Console
-from typer.testing import CliRunner
 
-from serving.cli import main as cli
 from serving.describe import job as describe
 from serving.describe import report as describe_report
 from serving.describe import sources as describe_sources
 from serving.http.lifecycle import bind, url
-from tests.serving.describe.fake import ROOT, fill, image_of, in_turn, options, refused, rows, run, said
+from tests.command_line import run_command
+from tests.serving.describe.fake import ROOT, described, fill, image_of, in_turn, options, refused, rows, run
 
 
-def test_a_folder(fake, server, folder, tmp_path):
+def test_each_image_of_a_folder_gets_a_row(fake, server, folder, tmp_path):
     names = fill(folder, 3)
     out = tmp_path / "out.jsonl"
     given = {"prompt": 'Say "url": "" now', "system": "Be brief.", "api_key": "secret", "max_tokens": 9}
@@ -56,7 +55,7 @@ def test_a_folder(fake, server, folder, tmp_path):
     assert all(headers["Authorization"] == "Bearer secret" for headers in fake.headers)
 
 
-def test_a_large_file_is_the_same_on_the_other_side(fake, server, folder, tmp_path):
+def test_a_large_file_arrives_unchanged(fake, server, folder, tmp_path):
     data = os.urandom(3 * describe_sources._PIECE + 1)
     (folder / "large.jpg").write_bytes(data)
     run(options(folder, server, tmp_path / "out.jsonl"))
@@ -64,8 +63,7 @@ def test_a_large_file_is_the_same_on_the_other_side(fake, server, folder, tmp_pa
     assert address == "data:image/jpeg;base64," + base64.b64encode(data).decode()
 
 
-def test_answers_without_a_text_are_no_successes(fake, server, folder, tmp_path):
-    """BF-01: what is no success must not be read as one."""
+def test_answers_without_a_text_are_failures(fake, server, folder, tmp_path):
     fill(folder, 5)
     answers = {
         "image 0": {"error": {"message": "broken", "type": "server_error"}},
@@ -90,10 +88,10 @@ def test_answers_without_a_text_are_no_successes(fake, server, folder, tmp_path)
     assert (got[4]["text"], got[4]["usage"]) == ("? NaN", None)
 
 
-def test_concurrency_reaches_its_bound_and_never_exceeds_it(fake, server, folder, tmp_path, monkeypatch):
+def test_concurrency_reaches_and_never_exceeds_its_limit(fake, server, folder, tmp_path, monkeypatch):
     fill(folder, 12)
     read, threads, ahead = [], set(), []
-    barrier = asyncio.Barrier(4)  # fewer than four at once would wait for ever
+    barrier = asyncio.Barrier(4)  # fewer than four at once would block
 
     def data_uri(path):
         read.append(path)
@@ -103,14 +101,14 @@ def test_concurrency_reaches_its_bound_and_never_exceeds_it(fake, server, folder
     async def answer(body):
         await barrier.wait()
         ahead.append(len(read) - len(ahead))  # read, not yet answered
-        return said("yes")
+        return described("yes")
 
     fake.answer = answer
     monkeypatch.setattr(describe, "data_uri", data_uri)
     assert run(options(folder, server, tmp_path / "out.jsonl", concurrency=4, timeout=60)).described == 12
     assert fake.peak == 4
     assert max(ahead) <= 4
-    assert threading.main_thread() not in threads  # which is where the event loop was
+    assert threading.main_thread() not in threads  # the main thread runs the event loop
 
 
 def test_500_images(fake, server, folder, tmp_path):
@@ -126,10 +124,10 @@ def test_500_images(fake, server, folder, tmp_path):
 @pytest.fixture
 def invoke(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    return lambda *words, **kwargs: CliRunner().invoke(cli.app, ["describe-images", *map(str, words)], **kwargs)
+    return lambda *words, **kwargs: run_command("describe-images", *words, **kwargs)
 
 
-def test_command(fake, server, folder, tmp_path, invoke):
+def test_the_command_and_its_output(fake, server, folder, tmp_path, invoke):
     names = fill(folder, 3)
     out = tmp_path / "out.jsonl"
     words = [folder, "--prompt", "p", "--out", out, "--server", f"{server}/"]
@@ -151,7 +149,7 @@ def test_command(fake, server, folder, tmp_path, invoke):
     assert "3 x 400, such as: the image [is] broken" in result.stderr
 
 
-def test_command_usage(server, folder, tmp_path, invoke):
+def test_invalid_usage_exits_with_2(server, folder, tmp_path, invoke):
     out = tmp_path / "out.jsonl"
     right = [folder, "--prompt", "p", "-o", out, "--server", server]
     assert invoke(*right).exit_code == 2  # an empty folder
@@ -172,10 +170,14 @@ def test_command_usage(server, folder, tmp_path, invoke):
     assert not out.exists()
 
 
-def test_command_help_and_what_it_imports():
-    result = CliRunner().invoke(cli.app, ["describe-images", "--help"])
+def test_help_has_an_example():
+    result = run_command("describe-images", "--help")
     assert "Example: omni-jax describe-images" in " ".join(result.output.split())
-    code = "import sys, serving.describe.job; assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
+
+
+def test_neither_the_engine_nor_the_server_is_imported():
+    heavy = "{'jax', 'numpy', 'transformers', 'omni_jax.engine', 'serving.http'}"
+    code = f"import sys, serving.describe.job; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -183,7 +185,7 @@ def test_command_help_and_what_it_imports():
 def test_progress(fake, server, folder, tmp_path, monkeypatch, terminal):
     monkeypatch.setattr(describe_report, "_LINE_PERIOD", 0.0)
     fill(folder, 4)
-    fake.answer = in_turn(lambda: refused(400, "no"), lambda: said("yes"))
+    fake.answer = in_turn(lambda: refused(400, "no"), lambda: described("yes"))
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
     describe.run(options(folder, server, tmp_path / "out.jsonl", concurrency=1), console)
     text = console.file.getvalue()

@@ -1,4 +1,4 @@
-"""The rows outlive the server, the process and the disk."""
+"""Rows survive failures of the server, the process and the disk."""
 
 import asyncio
 import dataclasses
@@ -15,11 +15,12 @@ import pytest
 
 from serving.describe import job as describe
 from serving.describe import rows as describe_rows
-from serving.describe.job import UsageError, plan
-from tests.serving.describe.fake import ROOT, fill, image_of, in_turn, options, refused, rows, run, said
+from serving.describe.job import plan
+from serving.describe.sources import UsageError
+from tests.serving.describe.fake import ROOT, described, fill, image_of, in_turn, options, refused, rows, run
 
 
-def test_a_server_that_dies_in_the_middle(fake, folder, tmp_path):
+def test_a_server_that_dies_during_a_run(fake, folder, tmp_path):
     names = fill(folder, 30)
     out = tmp_path / "out.jsonl"
 
@@ -34,21 +35,21 @@ def test_a_server_that_dies_in_the_middle(fake, folder, tmp_path):
     assert first.reasons["connection_error"]["count"] == 20
     kept = {source: row for source, row in rows(out).items() if "text" in row}
     assert len(kept) == 10
-    assert set(rows(out)) == set(names)  # a failure has its row too
+    assert set(rows(out)) == set(names)  # failures have rows too
     with pytest.raises(describe.NoModel, match="does not list its models"):
         run(given)
     fake.answer, fake.requests = fake.describe, []
     with fake.running() as address:
-        again = run(dataclasses.replace(given, server=address))  # wherever it runs now
+        again = run(dataclasses.replace(given, server=address))  # at its new address
     assert (again.done_before, again.described, again.failed, again.exit_code) == (10, 20, 0, 0)
     written = rows(out)
     assert set(written) == set(names)
     assert all("text" in row for row in written.values())
     assert kept.items() <= written.items()
-    assert len(fake.requests) == 20  # nothing is paid for twice
+    assert len(fake.requests) == 20  # finished images are not sent again
 
 
-def test_resume_sends_nothing_when_all_is_there(fake, server, folder, tmp_path):
+def test_a_finished_run_sends_nothing_again(fake, server, folder, tmp_path):
     fill(folder, 3)
     out = tmp_path / "out.jsonl"
     run(options(folder, server, out))
@@ -58,17 +59,17 @@ def test_resume_sends_nothing_when_all_is_there(fake, server, folder, tmp_path):
     assert (out.read_bytes(), len(fake.requests)) == (before, 3)
     other = tmp_path / "other"
     other.mkdir()
-    fill(other, 2)  # the same names elsewhere are other images
+    fill(other, 2)  # the same names in another folder are other images
     assert run(options(other, server, out)).described == 2
     assert len(rows(out)) == 5
 
 
-def test_failed_rows_stay_when_asked(fake, server, folder, tmp_path):
+def test_failed_rows_are_kept_without_retry_failed(fake, server, folder, tmp_path):
     names = fill(folder, 4)
     out = tmp_path / "out.jsonl"
 
     async def answer(body):
-        return refused(400, "no") if image_of(body) == "image 2" else said("yes")
+        return refused(400, "no") if image_of(body) == "image 2" else described("yes")
 
     fake.answer = answer
     assert run(options(folder, server, out)).failed == 1
@@ -80,7 +81,7 @@ def test_failed_rows_stay_when_asked(fake, server, folder, tmp_path):
     assert plan(options(folder, server, out, retry_failed=False)) == []
 
 
-def test_a_half_written_line_is_cut(fake, server, folder, tmp_path):
+def test_an_incomplete_last_line_is_removed(fake, server, folder, tmp_path):
     names = fill(folder, 5)
     out = tmp_path / "out.jsonl"
     run(options(folder, server, out))
@@ -93,18 +94,18 @@ def test_a_half_written_line_is_cut(fake, server, folder, tmp_path):
         summary = run(options(folder, server, out))
         assert (summary.done_before, summary.described, len(fake.requests)) == (4, 1, 1)
         assert set(rows(out)) == set(names)
-    out.write_bytes(b"".join(lines).removesuffix(b"\n"))  # whole but for its line feed: as an editor leaves it
+    out.write_bytes(b"".join(lines).removesuffix(b"\n"))  # only the line feed is missing
     assert run(options(folder, server, out)).done_before == 5
     assert out.read_bytes() == b"".join(lines)
 
 
-def test_lines_that_are_no_rows_are_dropped(fake, server, folder, tmp_path):
+def test_lines_that_are_not_rows_are_dropped(fake, server, folder, tmp_path):
     names = fill(folder, 4)
     out = tmp_path / "out.jsonl"
     run(options(folder, server, out))
     lines = out.read_bytes().splitlines(keepends=True)
     lost = json.loads(lines[1])["source"]
-    lines[1] = b"\0" * len(lines[1]) + b"\n"  # as a power cut leaves it
+    lines[1] = b"\0" * len(lines[1]) + b"\n"  # as after a power cut
     junk = [b"\n", b"[1]\n", b'{"source": 1}\n', b'{"source": "x"}\n', b"\xff\n"]
     out.write_bytes(b"".join(lines[:2] + junk + lines[2:]))
     assert plan(options(folder, server, out)) == [lost]
@@ -112,21 +113,21 @@ def test_lines_that_are_no_rows_are_dropped(fake, server, folder, tmp_path):
     assert set(rows(out)) == set(names)
 
 
-def test_a_file_of_another_prompt_is_refused_with_both(fake, server, folder, tmp_path):
+def test_a_file_of_other_settings_is_refused_with_both_values(fake, server, folder, tmp_path):
     fill(folder, 2)
     out = tmp_path / "out.jsonl"
     run(options(folder, server, out))
     before = out.read_bytes()
-    with pytest.raises(UsageError, match=r"prompt 'What is it\?' there, 'Who is it\?' now.*--overwrite"):
+    with pytest.raises(UsageError, match=r"prompt was 'What is it\?' and is now 'Who is it\?'.*--overwrite"):
         run(options(folder, server, out, prompt="Who is it?"))
     for more in ({"model": "other"}, {"system": "s"}, {"max_tokens": 3}, {"temperature": 0.0}):
         ((name, value),) = more.items()
-        with pytest.raises(UsageError, match=f"{name} .* there, {value!r} now"):
+        with pytest.raises(UsageError, match=f"{name} was .* and is now {value!r}"):
             run(options(folder, server, out, **more))
         with pytest.raises(UsageError, match="other settings"):
             plan(options(folder, server, out, **more))
     fake.models = ["newer-vl"]
-    with pytest.raises(UsageError, match="model 'fake-vl' there, 'newer-vl' now"):
+    with pytest.raises(UsageError, match="model was 'fake-vl' and is now 'newer-vl'"):
         run(options(folder, server, out))
     assert out.read_bytes() == before
     assert run(options(folder, server, out, prompt="Who is it?", overwrite=True)).described == 2
@@ -134,15 +135,15 @@ def test_a_file_of_another_prompt_is_refused_with_both(fake, server, folder, tmp
     assert run(options(folder, server, out, prompt="Who is it?")).done_before == 2
 
 
-def test_a_file_that_is_not_ours_is_left_alone(server, folder, tmp_path):
+def test_a_foreign_file_is_left_unchanged(server, folder, tmp_path):
     fill(folder, 1)
     out = tmp_path / "mine.jsonl"
     out.write_text('{"source": "a", "text": "b"}\n')
     with pytest.raises(UsageError, match=r"no mine\.jsonl\.run\.json beside it"):
         run(options(folder, server, out))
     assert out.read_text() == '{"source": "a", "text": "b"}\n'
-    assert sorted(os.listdir(tmp_path)) == ["mine.jsonl", "images"]
-    for wrong, message in ((folder, "not a regular file"), (tmp_path / "no/out.jsonl", "no folder")):
+    assert sorted(os.listdir(tmp_path)) == ["images", "mine.jsonl"]
+    for wrong, message in ((folder, "not a regular file"), (tmp_path / "no/out.jsonl", "does not exist")):
         with pytest.raises(UsageError, match=message):
             run(options(folder, server, wrong))
 
@@ -170,17 +171,17 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(fake, server, folder, tmp_p
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, data)
 
-    barrier = asyncio.Barrier(4)  # all workers have a row to write at once
+    barrier = asyncio.Barrier(4)  # all workers write a row at once
 
     async def answer(body):
         await barrier.wait()
-        return said("yes")
+        return described("yes")
 
     fake.answer = answer
     monkeypatch.setattr(describe_rows, "_write", full)
     with pytest.raises(OSError, match="No space left"):
         run(options(folder, server, out, concurrency=4))
-    assert len(written) == 6  # nobody appends to half a line
+    assert len(written) == 6  # no worker appends to half a line
     monkeypatch.setattr(describe_rows, "_write", write)
     fake.answer = fake.describe
     summary = run(options(folder, server, out))
@@ -188,8 +189,8 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(fake, server, folder, tmp_p
     assert set(rows(out)) == set(names)
 
 
-def test_a_run_killed_before_it_could_tidy_up(fake, server, folder, tmp_path, monkeypatch):
-    """Two rows of a source: the last counts, and the next run leaves one."""
+def test_superseded_rows_of_a_killed_run_are_dropped_by_the_next(fake, server, folder, tmp_path, monkeypatch):
+    """Of two rows of a source, the last counts."""
     names = fill(folder, 3)
     out = tmp_path / "out.jsonl"
     fake.answer = in_turn(lambda: refused(400, "no"))
@@ -239,7 +240,7 @@ def test_a_signal_loses_no_row(fake, server, folder, tmp_path, number):
     async def hold(body):
         if len(fake.requests) <= 6:
             return await fake.describe(body)
-        if fake.in_flight == 4:  # as many as may be: every answer before has been written
+        if fake.in_flight == 4:  # all workers wait, so every earlier answer has been written
             held.set()
         await asyncio.Event().wait()
         return None
@@ -262,8 +263,8 @@ def test_a_signal_loses_no_row(fake, server, folder, tmp_path, number):
         assert process.returncode == -number
     else:
         assert process.returncode == 130, stderr
-        told = json.loads(stdout)
-        assert (told["described"], told["not_sent"], told["interrupted"]) == (6, 14, True)
+        summary = json.loads(stdout)
+        assert (summary["described"], summary["not_sent"], summary["interrupted"]) == (6, 14, True)
         assert b"6 described, 0 failed" in stderr
         assert b"Interrupted" in stderr
         assert b"Traceback" not in stderr

@@ -1,4 +1,4 @@
-"""Which images are meant, and what cannot be read."""
+"""Image sources: folders, lists, names, unreadable files."""
 
 import errno
 import os
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from serving.describe import sources as describe_sources
-from serving.describe.job import UsageError
-from serving.describe.sources import find_sources
+from serving.describe.sources import UsageError, find_sources
 from tests.serving.describe.fake import image_of, options, rows, run
 
 IMAGE = b"\x89PNG some bytes "
@@ -19,7 +18,7 @@ def test_a_folder_is_searched_recursively_and_links_do_not_loop(folder):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(IMAGE)
     (folder / "a/up").symlink_to(folder)
-    (folder / "0-latest").symlink_to(folder / "a")  # found under its own name, not under that of the link
+    (folder / "0-latest").symlink_to(folder / "a")  # files are found under the folder's own name
     (folder / "a/self.png").symlink_to(folder / "a/self.png")
     outside = folder.parent / "outside"
     (outside / "x").mkdir(parents=True)
@@ -29,7 +28,7 @@ def test_a_folder_is_searched_recursively_and_links_do_not_loop(folder):
     assert [source.name for source in find_sources(f"{folder}/")] == [str(folder / name) for name in expected]
 
 
-def test_bf_01_a_list(folder, tmp_path, monkeypatch):
+def test_a_list_of_paths_and_urls(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     strange = os.fsencode(folder / "100% #1?\xff.png")
     uri = (folder / "a b.png").as_uri().encode()
@@ -38,7 +37,7 @@ def test_bf_01_a_list(folder, tmp_path, monkeypatch):
     (tmp_path / "list.txt").write_bytes(b"\n".join(lines))
     assert [source.name for source in find_sources("list.txt")] == [
         "http://host/a.png?x=1",
-        str(folder / "x.jpg"),  # named twice, asked once
+        str(folder / "x.jpg"),  # listed twice, sent once
         str(folder / "a b.png"),
         str(folder / "100% #1?\xff.png"),
         "ftp://host/%41%FF",
@@ -46,11 +45,11 @@ def test_bf_01_a_list(folder, tmp_path, monkeypatch):
         "https://host/é.png",
     ]
     assert [source.name for source in find_sources("http://host/a.txt")] == ["http://host/a.txt"]
-    (folder / "one").touch()  # named outright, a file needs no suffix
+    (folder / "one").touch()  # a file given by name needs no image suffix
     assert [source.name for source in find_sources("images/one")] == [str(folder / "one")]
 
 
-def test_urls_are_sent_as_they_are(fake, server, tmp_path):
+def test_urls_are_sent_unchanged(fake, server, tmp_path):
     (tmp_path / "list.txt").write_text('https://host/a"b.png\nhttp://host/2.png\n')
     out = tmp_path / "out.jsonl"
     run(options(tmp_path / "list.txt", server, out))
@@ -58,7 +57,7 @@ def test_urls_are_sent_as_they_are(fake, server, tmp_path):
     assert set(rows(out)) == {"http://host/2.png", 'https://host/a"b.png'}
 
 
-def test_sources_that_cannot_be_meant(folder, tmp_path):
+def test_missing_and_empty_sources_are_refused(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     for source, message in (
         (tmp_path / "no", "no such"),
@@ -69,7 +68,7 @@ def test_sources_that_cannot_be_meant(folder, tmp_path):
             find_sources(str(source))
 
 
-def test_bf_01_names_that_are_hard_to_write(fake, server, folder, tmp_path):
+def test_unusual_file_names(fake, server, folder, tmp_path):
     names = [
         "new\nline.png",
         'quo"te.png',
@@ -91,11 +90,11 @@ def test_bf_01_names_that_are_hard_to_write(fake, server, folder, tmp_path):
     of_latin = f"{folder.as_uri()}/latin-%E9.png"
     assert written[of_latin]["text"] == "an image of 'latin'"
     assert run(options(folder, server, out)).done_before == len(names) + 1
-    (tmp_path / "list.txt").write_text(of_latin)  # such a name can be given back
+    (tmp_path / "list.txt").write_text(of_latin)  # the name in the row is a valid source
     assert run(options(tmp_path / "list.txt", server, out)).done_before == 1
 
 
-def test_bf_01_files_that_cannot_be_read_are_rows(fake, server, folder, tmp_path, monkeypatch):
+def test_unreadable_files_become_error_rows(fake, server, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(describe_sources, "MAX_FILE_BYTES", 100)
     (folder / "good.png").write_bytes(IMAGE[:4].replace(b"\x89", b"."))
     (folder / "empty.png").touch()
@@ -121,7 +120,7 @@ def test_bf_01_files_that_cannot_be_read_are_rows(fake, server, folder, tmp_path
         "empty.png": "empty",
         "pipe.png": "not a regular file",
         "broken.png": "No such file",
-        "large.png": "larger than 100 bytes",
+        "large.png": "larger than the limit of 100 bytes",
         "locked": "Permission denied",
     }
     for name, reason in reasons.items():

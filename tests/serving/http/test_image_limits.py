@@ -1,24 +1,24 @@
-"""What a request may ask of its images and videos; the rest is refused before anything is fetched."""
+"""Limits on the images and videos of a request. Violations are rejected before any fetch."""
 
 import json
 
 import pytest
 
-from serving.http.media import MediaOptions
+from serving.http.settings import MediaSettings
 from tests.serving.conftest import serving
-from tests.serving.fake_engine import FakeEngine, FakeInfo, seeing_engine
+from tests.serving.fake_engine import FakeEngine, FakeInfo, vision_engine
 from tests.serving.images import (
     BLUE,
     RED,
     ask,
+    assert_rejected,
     body,
     content,
     data_uri,
     image,
     options,
     png,
-    refused,
-    seen,
+    seen_media,
     url_part,
     video,
 )
@@ -26,18 +26,18 @@ from tests.serving.images import (
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return seeing_engine()
+    return vision_engine()
 
 
 @pytest.fixture
 async def client(engine):
-    async with serving(engine, media=options(allow=True)) as client:
+    async with serving(engine, **options(allow=True)) as client:
         yield client
 
 
 @pytest.fixture(autouse=True)
-async def still_well(client, engine):
-    """After each test a good request gets its good answer, and the engine saw none of the bad ones."""
+async def good_request_still_works(client, engine):
+    """After each test, a good request gets the same response as before, and nothing is running."""
     golden = await ask(client, image(RED), "What is it?")
     yield
     assert await ask(client, image(RED), "What is it?") == golden
@@ -48,10 +48,10 @@ async def test_api_13_surrogates_in_urls(client):
     for stream in ("true", "false"):
         for url in (r"http://a/\ud83d", r"data:image/png;base64,\udcf0", r"\udcf0"):
             raw = json.dumps(body(url_part("URL"), stream="STREAM")).replace("URL", url).replace('"STREAM"', stream)
-            await refused(client, raw.encode(), match="surrogate")
+            await assert_rejected(client, raw.encode(), match="surrogate")
 
 
-async def test_parts_of_a_wrong_shape(client, engine, host):
+async def test_invalid_parts_are_rejected_before_any_fetch(client, engine, host):
     before = len(engine.requests)
     for part in (
         {"type": "image_url"},
@@ -68,36 +68,38 @@ async def test_parts_of_a_wrong_shape(client, engine, host):
         {"type": "video", "video": [[host.url("/red.png")]]},
         {"type": "image", "image": {"a": 1}},
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
-        {"type": "image", "image": host.url("/red.png")},
+        {"type": "photo", "photo": host.url("/red.png")},
         {"image_url": {"url": 5}},
     ):
-        await refused(client, body("see", url_part(host.url("/blue.png")), part), match="messages[0].content[2]")
+        await assert_rejected(
+            client, body("see", url_part(host.url("/blue.png")), part), match="messages[0].content[2]"
+        )
     assert host.connections == 0
     assert len(engine.requests) == before
 
 
-async def test_limits_on_parts(engine, host):
-    async with serving(engine, media=options()) as client:
+async def test_limits_on_parts_and_frames(engine, host):
+    async with serving(engine, **options()) as client:
         sixteen = [image(RED)] * 16
         await ask(client, *sixteen)
         seventeen = body(*sixteen, url_part(host.url("/red.png")))
-        message = await refused(client, seventeen, match="at most 16")
+        message = await assert_rejected(client, seventeen, match="at most 16")
         assert "17 image" in message
         video_part = {"type": "video", "video": [data_uri(png(RED))] * 2}
         await ask(client, video_part, "once")
         turns = [{"role": "user", "content": content(video_part, url_part(host.url("/red.png")))}] * 2
-        message = await refused(client, {"messages": turns}, match="at most 1 ")
+        message = await assert_rejected(client, {"messages": turns}, match="at most 1 ")
         assert "2 video" in message
         frames = {"type": "video", "video": [host.url("/red.png")] * 9}
-        await refused(client, body(frames), match="bound is 8")
-        await refused(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="bound is 8")
-    async with serving(engine, media=options(image=0, video=2)) as client:
-        await refused(client, body(url_part(host.url("/red.png"))), match="at most 0")
+        await assert_rejected(client, body(frames), match="at most 8")
+        await assert_rejected(client, body(url_part("data:video/jpeg;base64," + "," * 8, "video")), match="at most 8")
+    async with serving(engine, **options(image=0, video=2)) as client:
+        await assert_rejected(client, body(url_part(host.url("/red.png"))), match="at most 0")
         await ask(client, video_part, video_part)
     assert host.connections == 0
 
 
-async def test_mm_processor_kwargs_change_the_sizes(client, engine):
+async def test_mm_processor_kwargs_change_the_number_of_tokens(client, engine):
     async def tokens(**fields) -> int:
         await ask(client, *fields.pop("parts"), **fields)
         return sum(span.length for span in engine.requests[-1].media)
@@ -109,7 +111,7 @@ async def test_mm_processor_kwargs_change_the_sizes(client, engine):
     assert await tokens(parts=[image(RED, (8, 8))], mm_processor_kwargs={"min_pixels": 16 * unit}) == 16
     assert await tokens(parts=[large], mm_processor_kwargs={"max_pixels": None, "fps": 3}) == 64
     ten = url_part(data_uri(video([RED] * 20, rate=4), "video/mp4"), "video")
-    assert await tokens(parts=[ten]) == 16 * 4  # 5 seconds, 2 frames a second, at most 8
+    assert await tokens(parts=[ten]) == 16 * 4  # 5 seconds, 2 frames per second, at most 8 frames
     assert await tokens(parts=[ten], mm_processor_kwargs={"num_frames": 4}) == 16 * 2
     assert await tokens(parts=[ten], mm_processor_kwargs={"fps": 0.8}) == 16 * 2
     assert await tokens(parts=[ten, large], mm_processor_kwargs={"fps": 0.8, "max_pixels": 9 * unit}) == 9 * 2 + 9
@@ -118,7 +120,7 @@ async def test_mm_processor_kwargs_change_the_sizes(client, engine):
     assert await tokens(parts=[small, large], mm_processor_kwargs={"max_pixels": 16 * unit}) == 4 + 16
 
 
-async def test_mm_processor_kwargs_that_are_wrong(client, host):
+async def test_invalid_mm_processor_kwargs_are_rejected_before_any_fetch(client, host):
     part = url_part(host.url("/red.png"))
     video_part = url_part(host.url("/video"), "video")
     for given in (
@@ -138,22 +140,24 @@ async def test_mm_processor_kwargs_that_are_wrong(client, host):
         "x",
         5,
     ):
-        await refused(client, body(part, video_part, mm_processor_kwargs=given), match="mm_processor_kwargs")
+        await assert_rejected(client, body(part, video_part, mm_processor_kwargs=given), match="mm_processor_kwargs")
     for text in ("NaN", "1e999", "-Infinity"):
         raw = json.dumps(body(part, mm_processor_kwargs={"fps": "FPS"})).replace('"FPS"', text)
-        await refused(client, raw.encode(), match="finite")
-    await refused(client, body(part, mm_processor_kwargs={"min_pixels": 600, "max_pixels": 500}), match="min_pixels")
+        await assert_rejected(client, raw.encode(), match="finite")
+    await assert_rejected(
+        client, body(part, mm_processor_kwargs={"min_pixels": 600, "max_pixels": 500}), match="min_pixels"
+    )
     for bad in ({"max_pixels": 0}, {"min_pixels": "x"}, {"fps": 1.0}, 5, "x"):
-        await refused(client, body("see", part | {"mm_processor_kwargs": bad}), match="messages[0].content[1]")
+        await assert_rejected(client, body("see", part | {"mm_processor_kwargs": bad}), match="messages[0].content[1]")
     frames = {"type": "video", "video": [host.url("/red.png")]}
-    await refused(client, body(frames, mm_processor_kwargs={"num_frames": 2}), match="num_frames")
+    await assert_rejected(client, body(frames, mm_processor_kwargs={"num_frames": 2}), match="num_frames")
     assert host.connections == 0
     status, _ = await client.post("/v1/completions", {"prompt": "a", "mm_processor_kwargs": {"fps": 1}})
     assert status == 400
     assert (await client.post("/v1/completions", {"prompt": "a", "mm_processor_kwargs": {}}))[0] == 200
 
 
-async def test_mm_processor_kwargs_beyond_the_servers_bound_name_both_numbers(client, engine, host):
+async def test_errors_of_mm_processor_kwargs_have_the_value_and_the_limit(client, engine, host):
     settings = engine.vision.settings
     for given, parts, most in (
         ({"max_pixels": 8193}, [url_part(host.url("/a"))], settings.max_pixels),
@@ -161,44 +165,46 @@ async def test_mm_processor_kwargs_beyond_the_servers_bound_name_both_numbers(cl
         ({"min_pixels": 8193}, [url_part(host.url("/a"))], settings.max_pixels),
         ({"num_frames": 9}, [url_part(host.url("/a"), "video")], settings.max_frames),
     ):
-        message = (await refused(client, body(*parts, mm_processor_kwargs=given))).replace(",", "")
+        message = (await assert_rejected(client, body(*parts, mm_processor_kwargs=given))).replace(",", "")
         assert message.startswith("messages[0].content[0]: ")
         assert str(next(iter(given.values()))) in message
         assert str(most) in message
     assert host.connections == 0
 
 
-async def test_mm_processor_kwargs_are_off_unless_the_server_allows_them(engine, host):
-    async with serving(engine, media=options()) as client:
+async def test_mm_processor_kwargs_need_the_servers_permission(engine, host):
+    async with serving(engine, **options()) as client:
         part = url_part(host.url("/red.png"))
         flag = "--allow-mm-processor-kwargs"
-        await refused(client, body(part, mm_processor_kwargs={"max_pixels": 500}), match=flag)
-        message = await refused(client, body("see", part | {"mm_processor_kwargs": {"max_pixels": 500}}), match=flag)
+        await assert_rejected(client, body(part, mm_processor_kwargs={"max_pixels": 500}), match=flag)
+        message = await assert_rejected(
+            client, body("see", part | {"mm_processor_kwargs": {"max_pixels": 500}}), match=flag
+        )
         assert "messages[0].content[1]" in message
         assert host.connections == 0
         await ask(client, part, mm_processor_kwargs={})
         await ask(client, part, mm_processor_kwargs=None)
 
 
-async def test_a_model_that_reads_text_only_says_so_and_fetches_nothing(host):
-    async with serving(FakeEngine(), media=options()) as client:
-        await refused(client, body("see", url_part(host.url("/red.png"))), match="messages[0].content[1]")
+async def test_a_text_model_rejects_images_before_any_fetch(host):
+    async with serving(FakeEngine(), **options()) as client:
+        await assert_rejected(client, body("see", url_part(host.url("/red.png"))), match="messages[0].content[1]")
         assert (await client.chat("hello"))[0] == 200
     assert host.connections == 0
 
 
-async def test_prompts_beyond_the_context_are_refused_with_their_visual_tokens():
-    engine = seeing_engine()
+async def test_image_tokens_count_towards_the_context_length():
+    engine = vision_engine()
     engine.info = FakeInfo(max_model_len=100)
-    async with serving(engine, media=options()) as client:
-        assert "100 tokens" in await refused(client, body(image(RED, (96, 64)), image(BLUE, (96, 64))))
+    async with serving(engine, **options()) as client:
+        assert "100 tokens" in await assert_rejected(client, body(image(RED, (96, 64)), image(BLUE, (96, 64))))
         await ask(client, image(RED), "short")
 
 
-async def test_a_body_with_large_images_is_taken_by_default(engine):
-    large = png(RED) + bytes(12 * 2**20)  # what follows a PNG's end is not looked at
-    async with serving(engine, media=MediaOptions()) as client:
+async def test_a_body_with_large_images_is_accepted_by_default(engine):
+    large = png(RED) + bytes(12 * 2**20)  # data after the end of a PNG is ignored
+    async with serving(engine, media=MediaSettings()) as client:
         await ask(client, url_part(data_uri(large)), "What is it?")
-        assert seen(engine) == [("image", RED)]
+        assert seen_media(engine) == [("image", RED)]
     async with serving(engine, max_body_size=10_000) as client:
-        await refused(client, body(url_part(data_uri(large))), status=413, match="10000")
+        await assert_rejected(client, body(url_part(data_uri(large))), status=413, match="10000")

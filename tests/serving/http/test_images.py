@@ -1,4 +1,4 @@
-"""Images and videos in a chat, from the HTTP request to what the engine is given. Nothing of a bad one reaches it."""
+"""Images and videos of a chat, from the HTTP request to the engine request. Bad requests do not reach the engine."""
 
 import asyncio
 import base64
@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 
 from serving.http import prompts
-from serving.http.media import MediaOptions, MediaPolicy
+from serving.http.settings import MediaAccessSettings
 from tests.serving.conftest import serving
-from tests.serving.fake_engine import FakeEngine, seeing_engine
+from tests.serving.fake_engine import FakeEngine, vision_engine
 from tests.serving.http.test_operations import metrics
-from tests.serving.http.test_streaming import until
+from tests.serving.http.test_streaming import wait_until
 from tests.serving.images import (
     BLUE,
     CHAT,
     GREEN,
     RED,
     ask,
+    assert_rejected,
     body,
     content,
     data_uri,
     image,
     options,
     png,
-    refused,
-    seen,
-    spelt,
+    prompt_text,
+    seen_media,
     url_part,
     video,
 )
@@ -39,25 +39,25 @@ IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return seeing_engine()
+    return vision_engine()
 
 
 @pytest.fixture
 async def client(engine):
-    async with serving(engine, media=options(allow=True)) as client:
+    async with serving(engine, **options(allow=True)) as client:
         yield client
 
 
 @pytest.fixture(autouse=True)
-async def still_well(client, engine):
-    """After each test a good request gets its good answer, and the engine saw none of the bad ones."""
+async def good_request_still_works(client, engine):
+    """After each test, a good request gets the same response as before, and nothing is running."""
     golden = await ask(client, image(RED), "What is it?")
     yield
     assert await ask(client, image(RED), "What is it?") == golden
     assert engine.stats().num_requests_running == 0
 
 
-# -- what a person sees -----------------------------------------------------------------------------------------------
+# -- good requests ----------------------------------------------------------------------------------------------------
 
 
 async def test_an_image_reaches_the_engine(client, engine):
@@ -73,20 +73,20 @@ async def test_an_image_reaches_the_engine(client, engine):
     assert engine.requests[-1].media == ()
 
 
-async def test_mm_10_images_stand_where_their_parts_stand(client, engine):
+async def test_mm_10_images_are_placed_where_their_parts_are(client, engine):
     red, blue = image(RED), image(BLUE, (16, 40))
     await ask(client, "a", red, "b", blue)
-    assert f"a{IMAGE}b{IMAGE}" in spelt(engine)
-    assert seen(engine) == [("image", RED), ("image", BLUE)]
+    assert f"a{IMAGE}b{IMAGE}" in prompt_text(engine)
+    assert seen_media(engine) == [("image", RED), ("image", BLUE)]
     await ask(client, blue, "a", red, "b")
-    assert f"{IMAGE}a{IMAGE}b" in spelt(engine)
-    assert seen(engine) == [("image", BLUE), ("image", RED)]
+    assert f"{IMAGE}a{IMAGE}b" in prompt_text(engine)
+    assert seen_media(engine) == [("image", BLUE), ("image", RED)]
     await ask(client, red, red, "twice")
-    assert seen(engine) == [("image", RED)] * 2
+    assert seen_media(engine) == [("image", RED)] * 2
     assert len({span.key for span in engine.requests[-1].media}) == 1
     ids = engine.requests[-1].prompt_ids
-    await ask(client, image(BLUE), image(RED), "twice")  # other images of one size: the same prompt
-    assert (engine.requests[-1].prompt_ids, seen(engine)) == (ids, [("image", BLUE), ("image", RED)])
+    await ask(client, image(BLUE), image(RED), "twice")  # other images of the same size give the same prompt
+    assert (engine.requests[-1].prompt_ids, seen_media(engine)) == (ids, [("image", BLUE), ("image", RED)])
 
 
 async def test_mm_10_images_over_several_turns(client, engine):
@@ -96,28 +96,28 @@ async def test_mm_10_images_over_several_turns(client, engine):
         {"role": "user", "content": content(image(GREEN), "two", image(BLUE))},
     ]
     assert (await client.post(CHAT, {"messages": turns}))[0] == 200
-    assert seen(engine) == [("image", RED), ("image", GREEN), ("image", BLUE)]
-    text = spelt(engine)
+    assert seen_media(engine) == [("image", RED), ("image", GREEN), ("image", BLUE)]
+    text = prompt_text(engine)
     assert text.index("one<|vision") < text.index("a red one") < text.index(f"{IMAGE}two{IMAGE}")
 
 
-async def test_mm_10_images_that_come_in_another_order_than_they_were_asked_for(client, engine, host):
-    first_may_come = asyncio.Event()
+async def test_mm_10_images_that_arrive_out_of_order(client, engine, host):
+    early_was_sent = asyncio.Event()
 
     async def late(writer):
-        await first_may_come.wait()
+        await early_was_sent.wait()
         writer.write(response(png(RED)))
 
     async def early(writer):
         writer.write(response(png(BLUE)))
-        first_may_come.set()
+        early_was_sent.set()
 
     host.answers |= {"/late": late, "/early": early}
     await ask(client, url_part(host.url("/late")), "and", url_part(host.url("/early")))
-    assert seen(engine) == [("image", RED), ("image", BLUE)]
+    assert seen_media(engine) == [("image", RED), ("image", BLUE)]
 
 
-async def test_streamed_like_whole(client, engine, host):
+async def test_a_stream_equals_the_whole_response(client, engine, host):
     whole = await ask(client, url_part(host.url("/red.png")), "What is it?")
     sent = body(url_part(host.url("/red.png")), "What is it?", stream_options={"include_usage": True})
     chunks = await client.chunks(CHAT, sent)
@@ -127,13 +127,13 @@ async def test_streamed_like_whole(client, engine, host):
     assert len({request.prompt_ids for request in engine.requests[-2:]}) == 1
 
 
-async def test_videos_as_a_file_and_as_frames(client, engine, host):
+async def test_videos_as_files_and_as_frames(client, engine, host):
     colors = [RED, RED, GREEN, GREEN, BLUE, BLUE]
     host.answers["/video.mp4"] = response(video(colors))
     for source in (host.url("/video.mp4"), data_uri(video(colors), "video/mp4")):
         await ask(client, url_part(source, "video"), "Who is it?")
-        assert f"{VIDEO}Who" in spelt(engine)
-        steps = np.array([color for _, color in seen(engine)])
+        assert f"{VIDEO}Who" in prompt_text(engine)
+        steps = np.array([color for _, color in seen_media(engine)])
         assert np.abs(steps - np.array([RED, GREEN, BLUE])).max() < 30  # the codec is lossy
     frames = [png(color, (32, 32)) for color in colors]
     host.answers |= {f"/{i}": response(frame) for i, frame in enumerate(frames)}
@@ -144,13 +144,13 @@ async def test_videos_as_a_file_and_as_frames(client, engine, host):
         url_part("data:video/jpeg;base64," + ",".join(encoded), "video"),
     ):
         await ask(client, part, "Who is it?")
-        assert seen(engine) == [("video", RED), ("video", GREEN), ("video", BLUE)]
+        assert seen_media(engine) == [("video", RED), ("video", GREEN), ("video", BLUE)]
         assert [span.start for span in engine.requests[-1].media] == [
             engine.requests[-1].media[0].start + 16 * step for step in range(3)
         ]
 
 
-async def test_tokenize_counts_what_a_chat_would(client, engine, host):
+async def test_tokenize_returns_the_tokens_of_a_chat(client, engine, host):
     sent = body(url_part(host.url("/red.png")), "What is it?")
     status, answer = await client.post("/tokenize", sent)
     assert status == 200, answer
@@ -161,8 +161,8 @@ async def test_tokenize_counts_what_a_chat_would(client, engine, host):
     assert (status, "messages[0].content[0]" in answer["error"]["message"]) == (400, True)
 
 
-async def test_the_log_tells_visual_tokens_apart(client, engine, caplog):
-    caplog.set_level(logging.INFO, "serving.http.generation")
+async def test_the_log_counts_image_and_video_tokens(client, engine, caplog):
+    caplog.set_level(logging.INFO, "serving.http.engine_streams")
     await ask(
         client, image(RED, (40, 24)), url_part(data_uri(video([RED, BLUE])), "video"), "What is it?", max_tokens=5
     )
@@ -196,7 +196,7 @@ async def test_metrics_of_the_encoder(client, engine):
 # -- MM-03 ------------------------------------------------------------------------------------------------------------
 
 
-async def test_mm_03_data_urls_as_people_send_them(client, engine):
+async def test_mm_03_variants_of_data_uris(client, engine):
     data = png(GREEN)
     plain = base64.b64encode(data).decode()
     await ask(client, url_part(data_uri(data)), "What is it?")
@@ -219,7 +219,7 @@ async def test_mm_03_data_urls_as_people_send_them(client, engine):
 SECRET = base64.b64encode(b"<!DOCTYPE html><p>the secret of the payload</p>").decode()
 
 
-async def test_mm_03_what_is_no_image_is_refused_and_not_echoed(client, engine, caplog):
+async def test_mm_03_invalid_images_are_rejected_and_not_quoted(client, engine, caplog):
     caplog.set_level(logging.DEBUG)
     before = len(engine.requests)
     for url in (
@@ -234,7 +234,7 @@ async def test_mm_03_what_is_no_image_is_refused_and_not_echoed(client, engine, 
         SECRET * 200,
     ):
         for part in (url_part(url), {"type": "image_url", "image_url": url}):
-            message = await refused(client, body("see", part, "there"), match="messages[0].content[1]")
+            message = await assert_rejected(client, body("see", part, "there"), match="messages[0].content[1]")
             assert SECRET[20:40] not in message
             assert "secret" not in message
     assert len(engine.requests) == before
@@ -245,7 +245,7 @@ async def test_mm_03_what_is_no_image_is_refused_and_not_echoed(client, engine, 
 # -- MM-09 ------------------------------------------------------------------------------------------------------------
 
 
-async def test_mm_09_what_cannot_be_fetched_is_named(client, engine, host):
+async def test_mm_09_errors_name_the_part_that_cannot_be_fetched(client, engine, host):
     async def broken(writer):
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
         writer.close()
@@ -265,11 +265,11 @@ async def test_mm_09_what_cannot_be_fetched_is_named(client, engine, host):
         "/html": "",
         "/empty": "",
         "/large": "100000 bytes",
-        "/broken": "broke off",
+        "/broken": "closed the connection early",
         "/loop": "redirect",
     }.items():
         parts = ("one", image(RED), url_part(host.url(path)))
-        assert reason in await refused(client, body(*parts), match="messages[0].content[2]")
+        assert reason in await assert_rejected(client, body(*parts), match="messages[0].content[2]")
     assert len(engine.requests) == before
 
 
@@ -278,16 +278,18 @@ async def test_mm_09_a_hanging_host_is_a_400_within_the_time_limit(engine, host)
         await asyncio.sleep(3600)
 
     host.answers["/silent"] = silent
-    async with serving(engine, media=options(timeout=0.3)) as client:
-        hanging = asyncio.create_task(refused(client, body(url_part(host.url("/silent"))), match="messages[0].content"))
-        await until(lambda: host.asked)
-        for _ in range(5):  # others go on meanwhile
+    async with serving(engine, **options(timeout=0.3)) as client:
+        hanging = asyncio.create_task(
+            assert_rejected(client, body(url_part(host.url("/silent"))), match="messages[0].content")
+        )
+        await wait_until(lambda: host.requests)
+        for _ in range(5):  # other requests are served meanwhile
             await ask(client, "text")
         assert "0.3 s" in await hanging
 
 
-async def test_when_one_fails_the_others_are_given_up(client, host):
-    left = asyncio.Event()
+async def test_a_failed_fetch_cancels_the_others(client, host):
+    disconnected = asyncio.Event()
 
     async def endless(writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -297,22 +299,22 @@ async def test_when_one_fails_the_others_are_given_up(client, host):
                 await writer.drain()
                 await asyncio.sleep(0.01)
         finally:
-            left.set()
+            disconnected.set()
 
-    async def no(writer):
-        await until(lambda: "/endless" in host.paths)
+    async def missing(writer):
+        await wait_until(lambda: "/endless" in host.paths)
         writer.write(response(b"", status="404 Not Found"))
 
-    host.answers |= {"/endless": endless, "/no": no}
+    host.answers |= {"/endless": endless, "/no": missing}
     sent = body(url_part(host.url("/endless")), url_part(host.url("/no")))
     async with asyncio.timeout(20):
         status, answer = await client.post(CHAT, sent)
         assert (status, "messages[0].content[1]" in answer["error"]["message"]) == (400, True)
-        await left.wait()
+        await disconnected.wait()
 
 
-async def test_a_client_that_leaves_ends_its_fetches(client, engine, host):
-    left = asyncio.Event()
+async def test_a_disconnect_cancels_the_fetches(client, engine, host):
+    disconnected = asyncio.Event()
 
     async def endless(writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -322,19 +324,19 @@ async def test_a_client_that_leaves_ends_its_fetches(client, engine, host):
                 await writer.drain()
                 await asyncio.sleep(0.01)
         finally:
-            left.set()
+            disconnected.set()
 
     host.answers["/endless"] = endless
     before = len(engine.requests)
     asking = asyncio.create_task(client.post(CHAT, body(url_part(host.url("/endless")))))
-    await until(lambda: host.asked)
+    await wait_until(lambda: host.requests)
     asking.cancel()
     async with asyncio.timeout(20):
-        await left.wait()
+        await disconnected.wait()
     assert len(engine.requests) == before
 
 
-async def test_fetches_of_a_request_are_bounded(engine, host):
+async def test_concurrent_fetches_of_a_request_are_limited(engine, host):
     now = most = 0
 
     async def count(writer):
@@ -346,17 +348,17 @@ async def test_fetches_of_a_request_are_bounded(engine, host):
         writer.write(response(png(RED)))
 
     host.answers |= {f"/{i}": count for i in range(20)}
-    async with serving(engine, media=options(image=20)) as client:
+    async with serving(engine, **options(image=20)) as client:
         await ask(client, *(url_part(host.url(f"/{i}")) for i in range(20)))
         assert len(engine.requests[-1].media) == 20
-        assert 1 < most <= prompts.FETCHES
+        assert 1 < most <= prompts.MAX_FETCHES
         most = 0
         frames = [host.url(f"/{i}") for i in range(8)]
         await ask(client, {"type": "video", "video": frames}, *(url_part(host.url(f"/{i}")) for i in range(8, 20)))
-        assert most <= prompts.FETCHES
+        assert most <= prompts.MAX_FETCHES
 
 
-async def test_text_does_not_wait_for_images_that_are_decoded(client, engine, monkeypatch):
+async def test_text_does_not_wait_for_image_decoding(client, engine, monkeypatch):
     free, busy, packed = threading.Event(), threading.Event(), prompts.pack_part
 
     def slow(*arguments):
@@ -365,19 +367,19 @@ async def test_text_does_not_wait_for_images_that_are_decoded(client, engine, mo
         return packed(*arguments)
 
     monkeypatch.setattr(prompts, "pack_part", slow)
-    asked = [asyncio.create_task(ask(client, image(RED), "What is it?")) for _ in range(20)]
-    await until(busy.is_set)
+    waiting = [asyncio.create_task(ask(client, image(RED), "What is it?")) for _ in range(20)]
+    await wait_until(busy.is_set)
     for _ in range(5):
         await ask(client, "text")
-    assert not any(task.done() for task in asked)
+    assert not any(task.done() for task in waiting)
     free.set()
-    await asyncio.gather(*asked)
+    await asyncio.gather(*waiting)
 
 
 # -- SEC-01, SEC-02 ---------------------------------------------------------------------------------------------------
 
 
-async def test_sec_01_nothing_private_is_fetched_by_default(engine, host):
+async def test_sec_01_private_addresses_are_rejected_by_default(engine, host):
     before = len(engine.requests)
     async with serving(engine) as client:
         for url in (
@@ -390,9 +392,9 @@ async def test_sec_01_nothing_private_is_fetched_by_default(engine, host):
             f"gopher://127.0.0.1:{host.port}/red.png",
             f"ftp://127.0.0.1:{host.port}/red.png",
         ):
-            await refused(client, body("see", url_part(url)), match="messages[0].content[1]")
-            await refused(client, body("see", url_part(url, "video")), match="messages[0].content[1]")
-            await refused(client, body({"type": "video", "video": [data_uri(png(RED)), url]}), match="frame 1")
+            await assert_rejected(client, body("see", url_part(url)), match="messages[0].content[1]")
+            await assert_rejected(client, body("see", url_part(url, "video")), match="messages[0].content[1]")
+            await assert_rejected(client, body({"type": "video", "video": [data_uri(png(RED)), url]}), match="frame 1")
     assert host.connections == 0
     assert len(engine.requests) == before
 
@@ -406,15 +408,15 @@ async def test_sec_02_local_files(engine, tmp_path):
     sources = [f"file://{allowed}/red.png", str(allowed / "red.png")]
     async with serving(engine) as client:
         for source in sources:
-            await refused(client, body(url_part(source)), match="messages[0].content[0]: local files")
-    media = MediaOptions(policy=MediaPolicy(allowed_local_path=allowed))
-    async with serving(engine, media=media) as client:
+            await assert_rejected(client, body(url_part(source)), match="messages[0].content[0]: local files")
+    access = MediaAccessSettings(allowed_local_media_path=allowed)
+    async with serving(engine, access=access) as client:
         for source in sources:
             await ask(client, url_part(source), "What is it?")
-            assert seen(engine) == [("image", RED)]
+            assert seen_media(engine) == [("image", RED)]
         before = len(engine.requests)
         messages = set()
         for source in ("/etc/passwd", f"{allowed}/link", f"file://{allowed}/%2e%2e/blue.png", f"{allowed}/nothing"):
-            messages.add(await refused(client, body(url_part(source)), match="local file"))
+            messages.add(await assert_rejected(client, body(url_part(source)), match="local file"))
         assert len(messages) == 1
         assert len(engine.requests) == before

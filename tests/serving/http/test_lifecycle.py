@@ -1,4 +1,4 @@
-"""The process: its port, its signals, its exit code."""
+"""The server process: port, signals and exit code."""
 
 import asyncio
 import contextlib
@@ -12,10 +12,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from serving.http import lifecycle as run
+from serving.http import lifecycle
 from tests.serving.conftest import Client
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -41,7 +41,7 @@ async def server(drain: float) -> AsyncIterator[tuple[asyncio.subprocess.Process
 
 
 async def open_streams(client: Client, count: int) -> list[asyncio.Task]:
-    """Streams of which the first token was sent."""
+    """Opens streams and waits until each has its first token."""
     metrics = client.base + "/metrics"
     streams = [asyncio.create_task(client.events(CHAT, HELLO)) for _ in range(count)]
     while True:
@@ -52,7 +52,7 @@ async def open_streams(client: Client, count: int) -> list[asyncio.Task]:
         await asyncio.sleep(0.02)
 
 
-async def until_refused(client: Client) -> None:
+async def wait_until_rejecting(client: Client) -> None:
     while (await client.get("/version", allow_redirects=False))[0] == 200:
         async with client.session.get(client.base + "/health") as response:
             if response.status == 503:
@@ -67,7 +67,7 @@ async def test_op_01_streams_finish_within_the_drain_time(number):
     async with server(drain=60) as (process, client):
         streams = await open_streams(client, 3)
         process.send_signal(number)
-        await until_refused(client)
+        await wait_until_rejecting(client)
         assert not any(stream.done() for stream in streams)
         process.send_signal(signal.SIGUSR1)
         for events in await asyncio.gather(*streams):
@@ -76,7 +76,7 @@ async def test_op_01_streams_finish_within_the_drain_time(number):
         assert await process.wait() == 0
 
 
-async def test_op_01_what_is_left_after_the_drain_time_gets_an_error_event():
+async def test_op_01_streams_that_exceed_the_drain_time_get_an_error_event():
     async with server(drain=0.2) as (process, client):
         streams = await open_streams(client, 2)
         process.send_signal(signal.SIGTERM)
@@ -89,14 +89,14 @@ async def test_op_01_a_second_signal_ends_the_process_at_once():
     async with server(drain=600) as (process, client):
         streams = await open_streams(client, 2)
         process.send_signal(signal.SIGTERM)
-        await until_refused(client)
+        await wait_until_rejecting(client)
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 128 + signal.SIGTERM
         for result in await asyncio.gather(*streams, return_exceptions=True):
             assert isinstance(result, aiohttp.ClientError)
 
 
-async def test_a_port_in_use_is_known_before_the_model_is_loaded():
+async def test_a_port_in_use_is_an_error_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = await asyncio.create_subprocess_exec(
@@ -113,17 +113,17 @@ async def test_a_port_in_use_is_known_before_the_model_is_loaded():
     assert b"Traceback" not in err
 
 
-def test_addresses_that_cannot_be_had():
+def test_invalid_addresses():
     for host in ("203.0.113.7", "no such host"):
-        with pytest.raises(run.CannotListen, match=host):
-            run.bind(host, 0)
+        with pytest.raises(lifecycle.CannotListen, match=host):
+            lifecycle.bind(host, 0)
 
 
-def test_nobody_is_let_in_while_the_model_is_loading():
-    with run.bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
+def test_connections_are_refused_while_the_model_is_loading():
+    with lifecycle.bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
         socket.create_connection(sock.getsockname(), timeout=5)
 
 
 def test_url_of_an_ipv6_socket():
-    with run.bind("::1", 0) as sock:
-        assert run.url(sock) == f"http://[::1]:{sock.getsockname()[1]}"
+    with lifecycle.bind("::1", 0) as sock:
+        assert lifecycle.url(sock) == f"http://[::1]:{sock.getsockname()[1]}"

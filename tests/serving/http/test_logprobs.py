@@ -1,4 +1,4 @@
-"""Logprobs: always strict JSON, always finite, the chosen token always there."""
+"""Logprobs are strict JSON and finite, and include the chosen token."""
 
 import math
 
@@ -12,10 +12,10 @@ def texts(engine, ids):
     return [engine.tokenizer.token_text(token) for token in ids]
 
 
-async def test_lp_01_what_json_cannot_hold_becomes_the_floor(client, engine):
+async def test_lp_01_values_that_json_cannot_represent_become_the_floor(client, engine):
     for bad in (-math.inf, math.nan):
         engine.logprob = bad
-        # The client fixture reads with a parser that fails on NaN and Infinity.
+        # The client fixture parses with a parser that rejects NaN and Infinity.
         status, answer = await client.complete(logprobs=2, echo=True, top_k=1, logit_bias={"5": -100})
         assert status == 200
         of_choice = answer["choices"][0]["logprobs"]
@@ -30,7 +30,9 @@ async def test_lp_02_bytes_of_tokens_are_the_bytes_of_the_text(client, engine):
     choice = answer["choices"][0]
     entries = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == choice["message"]["content"]
-    assert any("\ufffd" in entry["token"] for entry in entries), "the text must have tokens that are half a character"
+    assert any("\ufffd" in entry["token"] for entry in entries), (
+        "the text must have tokens that are part of a character"
+    )
     for entry in entries:
         assert len(entry["top_logprobs"]) == 20
         for shown in (entry, *entry["top_logprobs"]):
@@ -38,9 +40,9 @@ async def test_lp_02_bytes_of_tokens_are_the_bytes_of_the_text(client, engine):
             assert set(shown) - {"top_logprobs"} == {"token", "logprob", "bytes"}
 
 
-async def test_lp_03_chosen_and_alternatives(client, engine):
-    for asked, shown in (({}, 0), ({"top_logprobs": 0}, 0), ({"top_logprobs": 1}, 1), ({"top_logprobs": 20}, 20)):
-        status, answer = await client.chat(logprobs=True, **asked)
+async def test_lp_03_chosen_tokens_and_alternatives(client, engine):
+    for fields, shown in (({}, 0), ({"top_logprobs": 0}, 0), ({"top_logprobs": 1}, 1), ({"top_logprobs": 20}, 20)):
+        status, answer = await client.chat(logprobs=True, **fields)
         assert status == 200
         entries = answer["choices"][0]["logprobs"]["content"]
         assert len(entries) == answer["usage"]["completion_tokens"]
@@ -79,7 +81,7 @@ async def test_api_03_scoring_without_generating(client, engine, stream):
     assert logprobs["top_logprobs"][0] is None
 
 
-async def test_api_03_other_forms(client, engine):
+async def test_api_03_echo_without_logprobs(client, engine):
     prompt = "the word"
     for stream in (False, True):
         body = {"prompt": prompt, "echo": True, "max_tokens": 1, "stream": stream}
@@ -100,7 +102,7 @@ async def test_api_03_other_forms(client, engine):
     assert (await client.complete(ids, echo=True, max_tokens=0))[1]["choices"][0]["text"] == prompt
 
 
-async def test_offsets_point_at_the_tokens_in_the_echoed_text(client, engine):
+async def test_text_offsets_with_echo(client, engine):
     status, answer = await client.complete(["the word", "hello"], echo=True, logprobs=0, n=2, max_tokens=12)
     assert status == 200
     assert len(answer["choices"]) == 4
@@ -111,14 +113,14 @@ async def test_offsets_point_at_the_tokens_in_the_echoed_text(client, engine):
                 assert choice["text"].startswith(token, offset)
 
 
-async def test_legacy_alternatives_name_half_characters_by_their_bytes(client, engine):
+async def test_completion_logprobs_name_parts_of_characters_by_their_bytes(client, engine):
     _, answer = await client.complete(logprobs=5, max_tokens=99)
     logprobs = answer["choices"][0]["logprobs"]
     ids = engine.tokenizer.encode(answer["choices"][0]["text"])
     assert len(ids) == len(logprobs["tokens"])
     for position, (token, top) in enumerate(zip(ids, logprobs["top_logprobs"], strict=True)):
         pairs = alternatives(position, 5, token, engine.logprob)
-        assert len(top) == len({id_ for id_, _ in pairs} | {token})  # no two of them share a name
+        assert len(top) == len({id_ for id_, _ in pairs} | {token})  # their names are distinct
         assert "\ufffd" not in "".join(top)
         assert logprobs["tokens"][position] in top
     assert any(token.startswith("bytes:\\x") for token in logprobs["tokens"])

@@ -1,4 +1,4 @@
-"""What is fetched, what is not, and that refusing costs no connection. Every host here is on loopback."""
+"""Fetching of images and videos. Rejected sources cost no connection. All hosts are on loopback."""
 
 import asyncio
 import base64
@@ -12,22 +12,23 @@ from aiohttp.abc import AbstractResolver
 
 from omni_jax.requests import InvalidRequest
 from serving.http import media
-from serving.http.media import MediaOptions, MediaPolicy, fetch, is_public, open_session, read
+from serving.http.media import fetch, is_public, open_session, read
+from serving.http.settings import MediaAccessSettings, MediaSettings
 from tests.serving.listener import listening, redirect, response
 
-PRIVATE = {"allow_private_addresses": True}
+PRIVATE = {"allow_private_media_addresses": True}
 DATA = bytes(range(256)) * 5
 
 
-class Names(AbstractResolver):
-    """Answers from a table; a list of answers is given out one at a time, the last one for ever."""
+class TableResolver(AbstractResolver):
+    """Resolves names from a table. Of a list of addresses, each call returns the next one, and the last one repeats."""
 
     def __init__(self, **table: str | list[str]):
         self.table = {name.replace("_", "."): list(a) if isinstance(a, list) else [a] for name, a in table.items()}
-        self.asked: list[str] = []
+        self.resolved: list[str] = []
 
     async def resolve(self, host, port=0, family=socket.AF_INET):
-        self.asked.append(host)
+        self.resolved.append(host)
         answers = self.table.get(host.lower().rstrip("."))
         if answers is None:
             raise OSError(None, "no such name")
@@ -39,13 +40,13 @@ class Names(AbstractResolver):
         pass
 
 
-async def get(source: str, names: Names | None = None, **policy) -> bytes:
-    made = MediaPolicy(**policy)
+async def get(source: str, names: TableResolver | None = None, **policy) -> bytes:
+    made = MediaAccessSettings(**policy)
     async with open_session(made, names) as session:
         return await fetch(source, made, session)
 
 
-async def refused(source: str, names: Names | None = None, *, match: str = ".", **policy) -> str:
+async def assert_rejected(source: str, names: TableResolver | None = None, *, match: str = ".", **policy) -> str:
     with pytest.raises(InvalidRequest, match=match) as caught:
         await get(source, names, **policy)
     assert len(str(caught.value)) < 400
@@ -62,7 +63,7 @@ async def host():
 
 @pytest.fixture
 def public(monkeypatch):
-    """127.0.0.2 counts as public here, so that a first hop can be had without leaving the machine."""
+    """Makes 127.0.0.2 count as public, so that a first host is reachable on this machine."""
     monkeypatch.setattr(media, "is_public", lambda address: address == "127.0.0.2" or is_public(address))
 
 
@@ -96,18 +97,18 @@ def public(monkeypatch):
         "127。0。0。1",
     ],
 )
-async def test_sec_01_loopback_however_it_is_spelt(host, name):
-    await refused(host.url("/a", name))
+async def test_sec_01_loopback_addresses_in_all_spellings(host, name):
+    await assert_rejected(host.url("/a", name))
     assert host.connections == 0
 
 
-async def test_sec_01_the_same_host_is_fetched_from_where_that_is_allowed(host):
+async def test_sec_01_private_addresses_can_be_allowed(host):
     for name in ("127.0.0.1", "localhost"):
         assert await get(host.url("/a", name), **PRIVATE) == DATA
     assert host.paths == ["/a", "/a"]
 
 
-def test_sec_01_which_addresses_are_public():
+def test_sec_01_public_addresses():
     for address in ("8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"):
         assert is_public(address), address
     for address in (
@@ -119,40 +120,42 @@ def test_sec_01_which_addresses_are_public():
         assert not is_public(address), address
 
 
-async def test_sec_01_the_metadata_address_is_not_dialled(monkeypatch):
+async def test_sec_01_no_socket_is_created_for_the_metadata_address(monkeypatch):
     dialled = []
     monkeypatch.setattr(media.socket, "socket", lambda *a: dialled.append(a))
     for url in ("http://169.254.169.254/latest/meta-data/", "http://[::ffff:169.254.169.254]/", "http://[fe80::1]/"):
-        await refused(url, match="not on the public internet")
+        await assert_rejected(url, match="not on the public internet")
     assert dialled == []
 
 
 async def test_sec_01_a_name_that_resolves_to_a_private_address(host):
     for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
-        message = await refused(host.url("/a", "evil.test"), Names(evil_test=address), match=r"evil\.test")
-        assert address not in message  # what internal names stand for is not told
+        message = await assert_rejected(
+            host.url("/a", "evil.test"), TableResolver(evil_test=address), match=r"evil\.test"
+        )
+        assert address not in message  # addresses of internal names are not revealed
     assert host.connections == 0
 
 
-async def test_sec_01_a_resolver_that_changes_its_answer(host, public):
-    """Rebinding: the first answer passes, the second is loopback. It is asked once a dial, and each dial is checked."""
+async def test_sec_01_dns_rebinding(host, public):
+    """The first address is public and the second is loopback. Each connection resolves once and is checked."""
     async with listening("127.0.0.2") as outer:
         outer.port, port = host.port, outer.port
         outer.answers["/a"] = response(b"fine", Connection="close")
-        names = Names(evil_test=["127.0.0.2", "127.0.0.1"])
-        policy = MediaPolicy()
+        names = TableResolver(evil_test=["127.0.0.2", "127.0.0.1"])
+        policy = MediaAccessSettings()
         async with open_session(policy, names) as session:
             assert await fetch(f"http://evil.test:{port}/a", policy, session) == b"fine"
             with pytest.raises(InvalidRequest, match="public"):
                 await fetch(host.url("/a", "evil.test"), policy, session)
-    assert names.asked == ["evil.test", "evil.test"]
+    assert names.resolved == ["evil.test", "evil.test"]
     assert host.connections == 0
 
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "303 See Other", "307 Temporary", "308 Permanent"])
-async def test_sec_01_each_hop_of_a_redirect_is_checked(host, public, status):
+async def test_sec_01_each_redirect_is_checked(host, public, status):
     async with listening("127.0.0.2") as outer:
-        names = Names(outer_test="127.0.0.2", inner_test="127.0.0.1")
+        names = TableResolver(outer_test="127.0.0.2", inner_test="127.0.0.1")
         for target in (
             host.url("/a"),
             host.url("/a", "localhost"),
@@ -166,33 +169,37 @@ async def test_sec_01_each_hop_of_a_redirect_is_checked(host, public, status):
             "javascript:alert(1)",
         ):
             outer.answers["/r"] = redirect(target, status)
-            message = await refused(outer.url("/r", "outer.test"), names)
+            message = await assert_rejected(outer.url("/r", "outer.test"), names)
             assert "pass" not in message
         outer.answers |= {"/r": redirect("b?x=1", status), "/b?x=1": response(b"found")}
         assert await get(outer.url("/r", "outer.test"), names) == b"found"
     assert host.connections == 0
 
 
-async def test_sec_01_domains_are_checked_on_every_hop(host):
-    names = Names(good_test="127.0.0.1", other_test="127.0.0.1", sub_good_test="127.0.0.1", xn__bcher_kva_test="::1")
-    allowed = {"allowed_domains": ("Good.test.",), **PRIVATE}
+async def test_sec_01_domains_are_checked_on_each_redirect(host):
+    names = TableResolver(
+        good_test="127.0.0.1", other_test="127.0.0.1", sub_good_test="127.0.0.1", xn__bcher_kva_test="::1"
+    )
+    allowed = {"allowed_media_domains": ("Good.test.",), **PRIVATE}
     assert await get(host.url("/a", "good.test"), names, **allowed) == DATA
     assert await get(host.url("/a", "GOOD.test."), names, **allowed) == DATA
-    seen = host.connections
+    before = host.connections
     for name in ("other.test", "sub.good.test", "good.test.evil.test", "evilgood.test", "127.0.0.1", "[::1]"):
-        await refused(host.url("/a", name), names, match="not among the domains", **allowed)
-    assert host.connections == seen
+        await assert_rejected(host.url("/a", name), names, match="not among the domains", **allowed)
+    assert host.connections == before
     host.answers["/r"] = redirect(host.url("/a", "other.test"))
-    await refused(host.url("/r", "good.test"), names, match=r"other\.test", **allowed)
+    await assert_rejected(host.url("/r", "good.test"), names, match=r"other\.test", **allowed)
     assert host.paths.count("/a") == 2
-    await refused("http://good.test/a", names, match="public", allowed_domains=("good.test",))  # its address is private
+    await assert_rejected(
+        "http://good.test/a", names, match="public", allowed_media_domains=("good.test",)
+    )  # because of its private address
 
 
-async def test_sec_01_a_change_of_port_is_a_new_dial(host, public):
+async def test_sec_01_a_redirect_to_another_port_is_checked_again(host, public):
     async with listening("127.0.0.2") as outer:
-        names = Names(outer_test=["127.0.0.2", "127.0.0.1"])
+        names = TableResolver(outer_test=["127.0.0.2", "127.0.0.1"])
         outer.answers["/r"] = redirect(f"http://outer.test:{host.port}/a")
-        await refused(outer.url("/r", "outer.test"), names, match="public")
+        await assert_rejected(outer.url("/r", "outer.test"), names, match="public")
     assert host.connections == 0
 
 
@@ -227,29 +234,29 @@ async def test_sec_01_a_change_of_port_is_a_new_dial(host, public):
         "//127.0.0.1:{port}/a",
     ],
 )
-async def test_sec_01_urls_that_are_none(host, url):
-    message = await refused(url.format(port=host.port), **PRIVATE)
+async def test_sec_01_invalid_urls(host, url):
+    message = await assert_rejected(url.format(port=host.port), **PRIVATE)
     assert host.connections == 0
     assert "secret" not in message
 
 
-async def test_the_environment_and_cookies_have_no_part_in_it(host, monkeypatch, tmp_path):
+async def test_proxies_netrc_and_cookies_are_ignored(host, monkeypatch, tmp_path):
     async with listening() as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.url(""))
         (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
         monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
         host.answers["/a"] = response(DATA, Set_Cookie="a=b; Path=/")
-        policy = MediaPolicy(**PRIVATE)
+        policy = MediaAccessSettings(**PRIVATE)
         async with open_session(policy) as session:
             assert [await fetch(host.url("/a"), policy, session) for _ in range(2)] == [DATA, DATA]
     assert proxy.connections == 0
-    for _, headers in host.asked:
+    for _, headers in host.requests:
         assert not {"authorization", "cookie", "proxy-authorization", "referer"} & set(headers)
         assert headers["user-agent"].startswith("omni-jax/")
 
 
-async def test_a_url_is_sent_as_it_was_written(host):
+async def test_urls_are_not_encoded_again(host):
     for path in ("/a%2Fb?sig=x%2Fy%3D%3D&c=%7E~", "/a?b=c+d&e=%20"):
         host.answers[path] = response(b"signed")
         assert await get(host.url(path) + "#fragment", **PRIVATE) == b"signed"
@@ -287,7 +294,7 @@ def slow(head: bytes):
     return drip
 
 
-async def test_mm_09_hosts_that_do_not_deliver(host):
+async def test_mm_09_hosts_that_fail(host):
     host.answers |= {
         "/403": response(b"secret of the host", status="403 Forbidden"),
         "/500": response(b"", status="500 Oops"),
@@ -297,14 +304,14 @@ async def test_mm_09_hosts_that_do_not_deliver(host):
         "/302": response(b"", status="302 Found"),
     }
     for status in ("404", "403", "500", "204", "206", "304", "302"):
-        message = await refused(host.url(f"/{status}"), match=f"status {status}", **PRIVATE)
+        message = await assert_rejected(host.url(f"/{status}"), match=f"status {status}", **PRIVATE)
         assert "secret" not in message
-    assert len(host.asked) == 7  # one try each
+    assert len(host.requests) == 7  # one request each
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    await refused(f"http://127.0.0.1:{port}/", match="cannot be reached", **PRIVATE)
-    await refused("http://nowhere.test/", Names(), match="cannot be resolved", **PRIVATE)
+    await assert_rejected(f"http://127.0.0.1:{port}/", match="cannot be reached", **PRIVATE)
+    await assert_rejected("http://nowhere.test/", TableResolver(), match="cannot be resolved", **PRIVATE)
 
     async def plain(_, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -312,7 +319,7 @@ async def test_mm_09_hosts_that_do_not_deliver(host):
 
     async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        await refused(f"https://127.0.0.1:{port}/a", match="TLS", **PRIVATE)
+        await assert_rejected(f"https://127.0.0.1:{port}/a", match="TLS", **PRIVATE)
 
 
 @pytest.mark.parametrize(
@@ -324,50 +331,52 @@ async def test_mm_09_hosts_that_do_not_deliver(host):
         slow(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n"),
     ],
 )
-async def test_mm_09_the_time_limit_is_for_the_whole_item(host, answer):
+async def test_mm_09_the_timeout_is_for_the_whole_item(host, answer):
     host.answers["/slow"] = answer
     async with asyncio.timeout(10):
-        await refused(host.url("/slow"), match=r"within the 0\.2 s", timeout=0.2, **PRIVATE)
-    assert (host.connections, len(host.asked)) == (1, 1)
+        await assert_rejected(host.url("/slow"), match=r"within the 0\.2 s", media_timeout=0.2, **PRIVATE)
+    assert (host.connections, len(host.requests)) == (1, 1)
 
 
-async def test_mm_09_redirects_do_not_start_the_clock_anew(host):
+async def test_mm_09_the_timeout_includes_redirects(host):
     async def pause(writer):
         await asyncio.sleep(0.15)
         writer.write(redirect("/slow"))
 
     host.answers["/slow"] = pause
-    await refused(host.url("/slow"), match=r"0\.4 s", timeout=0.4, max_redirects=1000, **PRIVATE)
-    assert len(host.asked) < 5
+    await assert_rejected(host.url("/slow"), match=r"0\.4 s", media_timeout=0.4, max_media_redirects=1000, **PRIVATE)
+    assert len(host.requests) < 5
 
 
-async def test_mm_09_a_host_that_never_accepts():
+async def test_mm_09_a_host_that_accepts_no_connection():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
         with contextlib.ExitStack() as fillers:
-            for _ in range(3):  # a full queue: a new connection is neither taken nor refused
+            for _ in range(3):  # fill the queue, so that a new connection is neither accepted nor refused
                 filler = fillers.enter_context(socket.socket())
                 filler.setblocking(False)
                 filler.connect_ex(address)
-            await refused(f"http://127.0.0.1:{address[1]}/", timeout=0.2, **PRIVATE)
+            await assert_rejected(f"http://127.0.0.1:{address[1]}/", media_timeout=0.2, **PRIVATE)
 
 
-async def test_mm_09_the_byte_limit_holds_while_the_body_comes(host):
+async def test_mm_09_the_size_limit_applies_while_the_body_arrives(host):
     sent = []
     chunk = b"8000\r\n" + b"x" * 32768 + b"\r\n"
     host.answers |= {
         "/endless": endless(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 32768, sent),
         "/chunks": endless(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunk, sent),
-        "/said": b"HTTP/1.1 200 OK\r\nContent-Length: 100001\r\n\r\n",
+        "/declared": b"HTTP/1.1 200 OK\r\nContent-Length: 100001\r\n\r\n",
         "/fits": response(b"x" * 100_000),
     }
-    for path in ("/endless", "/chunks", "/said"):
-        await refused(host.url(path), match="100000 bytes", max_bytes=100_000, timeout=60, **PRIVATE)
-    assert len(sent) * 32768 < 50 * 2**20  # what the sockets between hold
-    assert len(await get(host.url("/fits"), max_bytes=100_000, **PRIVATE)) == 100_000
+    for path in ("/endless", "/chunks", "/declared"):
+        await assert_rejected(
+            host.url(path), match="100000 bytes", max_media_bytes=100_000, media_timeout=60, **PRIVATE
+        )
+    assert len(sent) * 32768 < 50 * 2**20  # the buffers of the sockets
+    assert len(await get(host.url("/fits"), max_media_bytes=100_000, **PRIVATE)) == 100_000
 
 
-async def test_mm_09_bodies_that_break_off(host):
+async def test_mm_09_truncated_responses(host):
     async def broken(writer):
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
         writer.close()
@@ -378,23 +387,23 @@ async def test_mm_09_bodies_that_break_off(host):
     host.answers |= {"/half": broken, "/gone": gone, "/noise": b"\x00\xff not HTTP at all\r\n\r\n"}
     host.answers["/long"] = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n"
     for path in ("/half", "/gone", "/noise", "/long"):
-        await refused(host.url(path), match="broke off", **PRIVATE)
-    assert sorted(host.paths) == ["/gone", "/gone", "/half", "/long", "/noise"]  # aiohttp repeats the one, once
+        await assert_rejected(host.url(path), match="closed the connection early", **PRIVATE)
+    assert sorted(host.paths) == ["/gone", "/gone", "/half", "/long", "/noise"]  # aiohttp repeats /gone once
 
 
-async def test_mm_09_redirects_are_counted(host):
+async def test_mm_09_redirects_are_limited(host):
     host.answers |= {f"/{i}": redirect(f"/{i - 1}") for i in range(1, 11)} | {"/0": response(b"there")}
-    await refused(host.url("/10"), match="5 that are followed", **PRIVATE)
-    assert len(host.asked) == 6
+    await assert_rejected(host.url("/10"), match="limit of 5 redirects", **PRIVATE)
+    assert len(host.requests) == 6
     assert await get(host.url("/5"), **PRIVATE) == b"there"
     host.answers["/loop"] = redirect("/loop")
-    await refused(host.url("/loop"), match="redirect", **PRIVATE)
+    await assert_rejected(host.url("/loop"), match="redirect", **PRIVATE)
     host.answers["/bad"] = redirect("http://[::1")
-    await refused(host.url("/bad"), match="not a valid URL", **PRIVATE)
+    await assert_rejected(host.url("/bad"), match="redirected to an invalid URL", **PRIVATE)
 
 
-async def test_a_fetch_that_is_given_up_closes_its_connection(host):
-    left = asyncio.Event()
+async def test_a_cancelled_fetch_closes_its_connection(host):
+    disconnected = asyncio.Event()
 
     async def watch(writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -403,17 +412,17 @@ async def test_a_fetch_that_is_given_up_closes_its_connection(host):
                 writer.write(b"x")
                 await writer.drain()
                 await asyncio.sleep(0.01)
-        left.set()
+        disconnected.set()
 
     host.answers["/x"] = watch
-    policy = MediaPolicy(timeout=60, **PRIVATE)
+    policy = MediaAccessSettings(media_timeout=60, **PRIVATE)
     async with open_session(policy) as session:
         task = asyncio.create_task(fetch(host.url("/x"), policy, session))
-        while not host.asked:
+        while not host.requests:
             await asyncio.sleep(0.005)
         task.cancel()
         async with asyncio.timeout(10):
-            await left.wait()
+            await disconnected.wait()
         assert task.cancelled()
 
 
@@ -425,7 +434,7 @@ def wrapped(text: str, width: int = 76) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 1279, 1280, 1281, 2**18 * 3 // 4, 2**18 + 1, 600_001])
-def test_mm_03_base64_as_people_send_it(size):
+def test_mm_03_variants_of_base64(size):
     data = os.urandom(size)
     plain = base64.b64encode(data).decode()
     for text in (
@@ -444,10 +453,10 @@ def test_mm_03_base64_as_people_send_it(size):
             ";base64",
             "x/y;base64 ",
         ):
-            assert read(f"data:{header},{text}", MediaPolicy()) == data
-    assert read("DATA:image/png;base64," + plain, MediaPolicy()) == data
+            assert read(f"data:{header},{text}", MediaAccessSettings()) == data
+    assert read("DATA:image/png;base64," + plain, MediaAccessSettings()) == data
     escaped = urllib.parse.quote_from_bytes(data)
-    assert read(f"data:image/png,{escaped}", MediaPolicy()) == data
+    assert read(f"data:image/png,{escaped}", MediaAccessSettings()) == data
 
 
 SECRET = "c2VjcmV0IHBheWxvYWQ"
@@ -472,22 +481,22 @@ SECRET = "c2VjcmV0IHBheWxvYWQ"
         "data:image/png;base64," + "%41" * 1_000_001,
     ],
 )
-async def test_mm_03_data_uris_that_hold_nothing(source):
-    message = await refused(source, match="data: URI")
+async def test_mm_03_invalid_data_uris(source):
+    message = await assert_rejected(source, match="data: URI")
     assert SECRET[:8] not in message
 
 
-def test_mm_03_padding_inside_is_refused_wherever_a_chunk_ends():
+def test_mm_03_padding_before_the_end_is_rejected_at_every_chunk_boundary():
     for size in range(2**18 - 5, 2**18 + 5):
         text = "A" * size + "=" * (-size % 4)
         with pytest.raises(InvalidRequest, match="base64"):
-            read("data:;base64," + text + ("=" if size % 4 == 0 else "") + "QQ", MediaPolicy())
+            read("data:;base64," + text + ("=" if size % 4 == 0 else "") + "QQ", MediaAccessSettings())
 
 
-async def test_the_byte_limit_holds_for_data_uris():
+async def test_the_size_limit_applies_to_data_uris():
     source = "data:;base64," + base64.b64encode(bytes(1001)).decode()
-    await refused(source, match="1001 bytes", max_bytes=1000)
-    assert await get(source, max_bytes=1001) == bytes(1001)
+    await assert_rejected(source, match="1001 bytes", max_media_bytes=1000)
+    assert await get(source, max_media_bytes=1001) == bytes(1001)
 
 
 # -- SEC-02 -----------------------------------------------------------------------------------------------------------
@@ -513,12 +522,12 @@ def files(tmp_path):
 async def test_sec_02_local_files_are_off_by_default(files):
     messages = set()
     for source in ("/etc/passwd", "file:///etc/passwd", f"{files}/a b.png", f"file://{files}/nothing", "a.png", "../x"):
-        messages.add(await refused(source, match="local files are not read"))
+        messages.add(await assert_rejected(source, match="local files are not allowed"))
     assert len(messages) == 1
-    await refused("file://host/etc/passwd", match="file: URL")
+    await assert_rejected("file://host/etc/passwd", match="file: URL")
 
 
-async def test_sec_02_what_is_inside_can_be_read(files, tmp_path):
+async def test_sec_02_files_in_the_allowed_directory(files, tmp_path):
     for root in (files, tmp_path / "link", files / "sub" / ".."):
         for source, data in (
             (f"{files}/a b.png", b"images/a b.png"),
@@ -530,10 +539,10 @@ async def test_sec_02_what_is_inside_can_be_read(files, tmp_path):
             (f"{files}/in", b"images/a b.png"),
             (f"{tmp_path}/link/in", b"images/a b.png"),
         ):
-            assert await get(source, allowed_local_path=root) == data
+            assert await get(source, allowed_local_media_path=root) == data
 
 
-async def test_sec_02_nothing_else_can_and_no_error_tells_what_exists(files, tmp_path):
+async def test_sec_02_other_files_are_rejected_with_one_message(files, tmp_path):
     messages = set()
     for source in (
         *("/etc/passwd", "file:///etc/passwd", "file:///etc/no-such-file", "/", "~/x", "../secret", "../nothing"),
@@ -549,27 +558,33 @@ async def test_sec_02_nothing_else_can_and_no_error_tells_what_exists(files, tmp
         *(f"{files}/a b.png\x00", f"file://{files}/a%00b", f"{files}/" + "x" * 5000, "x/" * 3000, f"{files}/a b.png/x"),
     ):
         async with asyncio.timeout(10):
-            messages.add(await refused(source, match="local file", allowed_local_path=files))
+            messages.add(await assert_rejected(source, match="local file", allowed_local_media_path=files))
     assert len(messages) == 1
     for source in (f"file://host{files}/in", f"file:{files}/in", "file:in", "file://in", "file:", "file://"):
-        await refused(source, match="file: URL", allowed_local_path=files)
-    await refused("in", match="13 bytes", allowed_local_path=files, max_bytes=13)
+        await assert_rejected(source, match="file: URL", allowed_local_media_path=files)
+    await assert_rejected("in", match="13 bytes", allowed_local_media_path=files, max_media_bytes=13)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_settings_that_cannot_be_meant(tmp_path):
+def test_invalid_settings(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for wrong in (
-        *({"allowed_domains": (name,)} for name in ("", " ", "http://a.test", "a.test/x", "a.test:80", "*.a", "u@a")),
-        *({"allowed_local_path": path} for path in (tmp_path / "file", tmp_path / "nothing")),
-        *({"timeout": seconds} for seconds in (0, -1, float("inf"), float("nan"))),
+        *(
+            {"allowed_media_domains": (name,)}
+            for name in ("", " ", "http://a.test", "a.test/x", "a.test:80", "*.a", "u@a")
+        ),
+        *({"allowed_local_media_path": path} for path in (tmp_path / "file", tmp_path / "nothing")),
+        *({"media_timeout": seconds} for seconds in (0, -1, float("inf"), float("nan"))),
     ):
         with pytest.raises(ValueError, match="media"):
-            MediaPolicy(**wrong)
-    assert MediaPolicy(allowed_domains=("Bücher.test.", "::1")).allowed_domains == ("xn--bcher-kva.test", "::1")
+            MediaAccessSettings(**wrong)
+    assert MediaAccessSettings(allowed_media_domains=("Bücher.test.", "::1")).allowed_media_domains == (
+        "xn--bcher-kva.test",
+        "::1",
+    )
     for limits in ({"image": -1}, {"audio": 1}, {"image": 1.5}, {"video": True}):
         with pytest.raises(ValueError, match="limit"):
-            MediaOptions(limits=limits)
-    assert MediaOptions(limits={"image": 0}).limits == {"image": 0, "video": 1}
+            MediaSettings(limit_mm_per_prompt=limits)
+    assert MediaSettings(limit_mm_per_prompt={"image": 0}).limit_mm_per_prompt == {"image": 0, "video": 1}

@@ -1,34 +1,34 @@
-"""What a client and an operator see of the engine's memory: salts, cached tokens, /stats, metrics, a reset."""
+"""The engine's memory in the API: cache salts, cached tokens, /stats, metrics and resets."""
 
 import pytest
 
 from omni_jax.memory import PoolUsage
 from omni_jax.memory.host_tier import HostTierStats
 from tests.serving.http.test_operations import metrics
-from tests.serving.http.test_validation import CHAT, COMPLETIONS, HELLO, refused
+from tests.serving.http.test_validation import CHAT, COMPLETIONS, HELLO, assert_rejected
 
 BODIES = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "a"}}
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_pc_06_a_salt_reaches_the_engine(client, engine, path):
+async def test_pc_06_cache_salts_reach_the_engine(client, engine, path):
     body = BODIES[path]
-    for salt, told in (("tenant-1", "tenant-1"), ("ř" * 512, "ř" * 512), (" ", " "), (None, "")):
+    for salt, expected in (("tenant-1", "tenant-1"), ("ř" * 512, "ř" * 512), (" ", " "), (None, "")):
         assert (await client.post(path, body | {"cache_salt": salt}))[0] == 200
-        assert engine.requests[-1].cache_salt == told
+        assert engine.requests[-1].cache_salt == expected
     assert (await client.post(path, body))[0] == 200
     assert engine.requests[-1].cache_salt == ""
 
 
-async def test_pc_06_every_prompt_of_a_completion_has_its_salt(client, engine):
+async def test_pc_06_each_prompt_of_a_completion_has_the_cache_salt(client, engine):
     assert (await client.complete(["a", "b"], cache_salt="s"))[0] == 200
     assert [request.cache_salt for request in engine.requests] == ["s", "s"]
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_pc_06_salts_that_are_none_are_refused(client, engine, path):
+async def test_pc_06_invalid_cache_salts_are_rejected(client, engine, path):
     for salt in ("", "x" * 513, 5, True, ["s"], {}):
-        await refused(client, path, BODIES[path] | {"cache_salt": salt}, param="cache_salt", match="cache_salt")
+        await assert_rejected(client, path, BODIES[path] | {"cache_salt": salt}, param="cache_salt", match="cache_salt")
     assert engine.requests == []
 
 
@@ -38,8 +38,8 @@ def half(request) -> int:
 
 @pytest.mark.parametrize("body", [{}, {"n": 3}])
 @pytest.mark.parametrize("path", BODIES)
-async def test_usage_tells_the_cached_tokens_of_the_prompt(client, engine, path, body):
-    """Once a prompt, however many choices it has; the same streamed and whole."""
+async def test_usage_has_the_cached_tokens_of_the_prompt(client, engine, path, body):
+    """A prompt counts once, whatever its number of choices, and streams have the same usage."""
     body = BODIES[path] | body | {"max_tokens": 5}
     assert (await client.post(path, body))[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     engine.cached = half
@@ -51,14 +51,14 @@ async def test_usage_tells_the_cached_tokens_of_the_prompt(client, engine, path,
     assert chunks[-1]["usage"]["prompt_tokens_details"] == usage["prompt_tokens_details"]
 
 
-async def test_usage_adds_up_the_prompts_of_a_completion(client, engine):
+async def test_usage_sums_the_prompts_of_a_completion(client, engine):
     engine.cached = half
     prompts = ["the first of them", "another, which is longer than it"]
     _, answer = await client.complete(prompts, n=2)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == sum(map(half, engine.requests)) > 0
 
 
-async def test_the_line_of_a_request_tells_them_too(client, engine, caplog):
+async def test_the_log_has_the_cached_tokens_of_a_request(client, engine, caplog):
     caplog.set_level("INFO")
     engine.cached = lambda request: 7
     await client.chat(n=2)
@@ -66,7 +66,7 @@ async def test_the_line_of_a_request_tells_them_too(client, engine, caplog):
     assert "image 0, video 0), 7 cached, generated" in line
 
 
-async def test_resetting_the_prefix_cache(client, engine):
+async def test_reset_prefix_cache(client, engine):
     for count in (1, 2):
         async with client.session.post(client.base + "/reset_prefix_cache") as response:
             assert (response.status, await response.text(), engine.resets) == (200, "", count)
@@ -109,7 +109,7 @@ SWAP = HostTierStats(
 )
 
 
-def busy(engine) -> None:
+def fill(engine) -> None:
     stats = engine._stats
     stats.prefix_queries, stats.prefix_hits = {"text": 100, "image": 50}, {"text": 64, "image": 0}
     stats.blocks_swapped = 4
@@ -117,10 +117,10 @@ def busy(engine) -> None:
     stats.pool, stats.swap = POOL, SWAP
 
 
-async def test_stats_tell_of_the_pool_and_of_swap(client, engine):
+async def test_stats_of_the_pool_and_swap(client, engine):
     status, stats = await client.get("/stats")
     assert (status, stats["pool"], stats["swap"]) == (200, None, None)
-    busy(engine)
+    fill(engine)
     stats = (await client.get("/stats"))[1]
     assert stats["pool"] == {
         "block_size": 16,
@@ -142,9 +142,9 @@ async def test_stats_tell_of_the_pool_and_of_swap(client, engine):
 
 
 async def test_metrics_of_the_memory(client, engine):
-    quiet = await metrics(client)
-    assert quiet['vllm:prefix_cache_queries_total{model_name="fake"}'] == 0
-    busy(engine)
+    idle = await metrics(client)
+    assert idle['vllm:prefix_cache_queries_total{model_name="fake"}'] == 0
+    fill(engine)
     samples = await metrics(client)
 
     def value(name, **labels):

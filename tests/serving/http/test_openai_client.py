@@ -1,4 +1,4 @@
-"""The official client cannot tell this server from OpenAI's."""
+"""The server with the official OpenAI client."""
 
 import openai
 import pytest
@@ -29,7 +29,7 @@ async def test_chat(official, engine):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), generated)
 
 
-async def test_chat_stream_equals_whole(official, engine):
+async def test_a_chat_stream_equals_the_whole_response(official, engine):
     whole = await official.chat.completions.create(model="fake", messages=MESSAGES, n=2, logprobs=True, top_logprobs=2)
     text, logprobs, reasons = {0: "", 1: ""}, {0: [], 1: []}, {}
     stream = await official.chat.completions.create(
@@ -47,18 +47,18 @@ async def test_chat_stream_equals_whole(official, engine):
         assert reasons[choice.index] == choice.finish_reason
 
 
-async def test_completions_in_every_form_of_prompt(official, engine):
+async def test_completions_of_all_prompt_types(official, engine):
     ids = engine.tokenizer.encode("hello world")
     for prompt, count in (("hello world", 1), (ids, 1), (["hello world", "the"], 2), ([ids, ids[:1]], 2)):
         answer = await official.completions.create(model="fake", prompt=prompt, n=2, max_tokens=99)
         assert [choice.index for choice in answer.choices] == list(range(2 * count))
         first = len(engine.requests) - count
         assert engine.requests[first].prompt_ids == tuple(ids)
-        for choice in answer.choices:  # prompt-major
+        for choice in answer.choices:  # all choices of a prompt, then the next prompt
             assert choice.text == expected(engine, choice.index % 2, first + choice.index // 2)
 
 
-async def test_completions_stream_equals_whole(official, engine):
+async def test_a_completion_stream_equals_the_whole_response(official, engine):
     options = {"model": "fake", "prompt": ["hello world", "the"], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 99}
     whole = await official.completions.create(**options)
     text = dict.fromkeys(range(4), "")
@@ -75,7 +75,7 @@ async def test_completions_stream_equals_whole(official, engine):
         assert offsets[choice.index] == choice.logprobs.text_offset
 
 
-async def test_errors_are_the_clients_own_types(official):
+async def test_errors_have_the_clients_types(official):
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         await official.chat.completions.create(model="gpt-4", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
@@ -83,17 +83,17 @@ async def test_errors_are_the_clients_own_types(official):
     assert caught.value.param == "temperature"
 
 
-async def test_fault_in_a_stream_reaches_the_caller(official, engine):
+async def test_an_error_in_a_stream_reaches_the_caller(official, engine):
     engine.fail_after = 3
     stream = await official.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
-    seen = []
-    with pytest.raises(openai.APIError, match="injected fault"):  # noqa: PT012 - it is the iteration that raises
+    received = []
+    with pytest.raises(openai.APIError, match="injected fault"):  # noqa: PT012 - the iteration raises
         async for chunk in stream:
-            seen.append(chunk.choices[0].delta.content)
-    assert "".join(seen) == engine.tokenizer.decode(engine.tokenizer.encode(expected(engine))[:3])
+            received.append(chunk.choices[0].delta.content)
+    assert "".join(received) == engine.tokenizer.decode(engine.tokenizer.encode(expected(engine))[:3])
 
 
-async def test_unsupported_fields_are_refused_by_name(official):
+async def test_unsupported_fields_are_rejected_by_name(official):
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     tools = [{"type": "function", "function": {"name": "ls", "parameters": {}}}]
     for field, extra in (

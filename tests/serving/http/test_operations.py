@@ -1,4 +1,4 @@
-"""Keys, health, metrics, request ids, and the small routes."""
+"""API keys, health, metrics, request ids and small endpoints."""
 
 import asyncio
 import re
@@ -6,9 +6,10 @@ import re
 import pytest
 
 from serving.http.server import OPEN_PATHS, make_app
+from serving.http.settings import SecuritySettings, ServerSettings
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, FakeInfo
-from tests.serving.http.test_streaming import until
+from tests.serving.http.test_streaming import wait_until
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -22,9 +23,9 @@ async def metrics(client) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^([^#\s]\S*(?:\{.*\})?) (\S+)$", text, re.M)}
 
 
-async def test_op_03_every_route_but_the_open_ones_asks_for_the_key():
+async def test_op_03_all_routes_but_the_open_ones_require_the_key():
     key = "s3cret-kéy"
-    async with serving(FakeEngine(), api_keys=["other", key]) as client:
+    async with serving(FakeEngine(), api_key=["other", key]) as client:
         routes = {(r.method, r.resource.canonical) for r in make_app_routes()}
         assert len(routes) >= 9
         wrong = [
@@ -52,18 +53,18 @@ async def test_op_03_every_route_but_the_open_ones_asks_for_the_key():
 
 
 def make_app_routes():
-    return list(make_app(FakeEngine(), served_model_names=["fake"]).router.routes())
+    return list(make_app(FakeEngine(), settings=ServerSettings(served_model_name=("fake",))).router.routes())
 
 
-def test_an_empty_key_is_refused_at_the_start():
+def test_an_empty_key_is_rejected_at_start_up():
     with pytest.raises(ValueError, match="must not be empty"):
-        make_app(FakeEngine(), served_model_names=["fake"], api_keys=[""])
+        SecuritySettings(api_key=("",))
 
 
-async def test_op_02_health_tells_of_a_dead_engine(client, engine):
+async def test_op_02_health_reports_a_dead_engine(client, engine):
     engine.hold_after = 1
     running = asyncio.create_task(client.chat())
-    await until(lambda: engine.requests)
+    await wait_until(lambda: engine.requests)
     async with client.session.get(client.base + "/health") as response:
         assert response.status == 200
     engine.dead = "the step failed: XlaRuntimeError at /models/fake"
@@ -82,72 +83,72 @@ async def test_op_04_metrics_add_up(client, engine):
     engine.hold_after = 2
     gone = asyncio.create_task(client.chat(n=3))
     running = asyncio.create_task(client.chat("a request that stays"))
-    await until(lambda: len(engine.requests) == 2)
+    await wait_until(lambda: len(engine.requests) == 2)
     assert (await metrics(client))['vllm:num_requests_running{model_name="fake"}'] == 4
     gone.cancel()
-    await until(lambda: engine.aborted)
+    await wait_until(lambda: engine.aborted)
     engine.gate.set()
     used = [(await running)[1]["usage"]]
     used.append((await client.complete(["a", "b"], n=2, max_tokens=3))[1]["usage"])
     body = {"prompt": "a", "max_tokens": 99, "stream_options": {"include_usage": True}}
     used.append((await client.chunks("/v1/completions", body))[-1]["usage"])
     assert (await client.chat(n=0))[0] == 400
-    seen = await metrics(client)
+    samples = await metrics(client)
     label = '{model_name="fake"}'
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        assert seen[f"vllm:{gauge}{label}"] == 0
+        assert samples[f"vllm:{gauge}{label}"] == 0
     finished = {
-        reason: seen[f'vllm:request_success_total{{finished_reason="{reason}",model_name="fake"}}']
+        reason: samples[f'vllm:request_success_total{{finished_reason="{reason}",model_name="fake"}}']
         for reason in ("stop", "length", "abort", "error")
     }
     assert finished == {"stop": 2, "length": 4, "abort": 3, "error": 0}
-    # Histograms hold what was finished; the aborted request is in none of them.
+    # Histograms count finished requests only, not the aborted one.
     for name, total in (
         ("request_generation_tokens", sum(usage["completion_tokens"] for usage in used)),
         ("request_prompt_tokens", sum(usage["prompt_tokens"] for usage in used)),
         ("request_params_n", 1 + 2 + 2 + 1),
     ):
-        assert seen[f"vllm:{name}_sum{label}"] == total
-        assert seen[f"vllm:{name}_count{label}"] == 4
-    assert seen[f"vllm:e2e_request_latency_seconds_count{label}"] == 4
+        assert samples[f"vllm:{name}_sum{label}"] == total
+        assert samples[f"vllm:{name}_count{label}"] == 4
+    assert samples[f"vllm:e2e_request_latency_seconds_count{label}"] == 4
     choices = 3 + 1 + 4 + 1
-    assert seen[f"vllm:time_to_first_token_seconds_count{label}"] == choices
-    generated = seen[f"vllm:generation_tokens_total{label}"]
-    assert seen[f"vllm:inter_token_latency_seconds_count{label}"] == generated - choices
+    assert samples[f"vllm:time_to_first_token_seconds_count{label}"] == choices
+    generated = samples[f"vllm:generation_tokens_total{label}"]
+    assert samples[f"vllm:inter_token_latency_seconds_count{label}"] == generated - choices
     for counter in ("vllm:num_preemptions", "vllm:prompt_tokens", "vllm:corrupted_requests", "omni_jax:padded_tokens"):
-        assert seen[f"{counter}_total{label}"] >= 0
-    assert seen[f"omni_jax:compiles_after_warmup_total{label}"] == 0
-    assert seen['vllm:cache_config_info{block_size="16",model_name="fake",num_gpu_blocks="64"}'] == 1
+        assert samples[f"{counter}_total{label}"] >= 0
+    assert samples[f"omni_jax:compiles_after_warmup_total{label}"] == 0
+    assert samples['vllm:cache_config_info{block_size="16",model_name="fake",num_gpu_blocks="64"}'] == 1
 
 
-async def test_what_computes_attention_is_told():
+async def test_metrics_and_stats_report_the_attention_implementation():
     reason = "decode uses XLA, as a kernel failed its self-test: triton: off by 1"
     attention = {"decode": "xla", "mixed": "triton", "write": "triton"}
     async with serving(FakeEngine(info=FakeInfo(attention=attention, attention_fallbacks=(reason,)))) as client:
-        seen = await metrics(client)
-        assert seen['omni_jax:attention_info{implementation="xla",model_name="fake",op="decode"}'] == 1
-        assert seen['omni_jax:attention_info{implementation="triton",model_name="fake",op="write"}'] == 1
-        assert seen['omni_jax:attention_fallbacks{model_name="fake"}'] == 1
+        samples = await metrics(client)
+        assert samples['omni_jax:attention_info{implementation="xla",model_name="fake",op="decode"}'] == 1
+        assert samples['omni_jax:attention_info{implementation="triton",model_name="fake",op="write"}'] == 1
+        assert samples['omni_jax:attention_fallbacks{model_name="fake"}'] == 1
         _, stats = await client.get("/stats")
         assert stats["attention"] == attention | {"fallbacks": [reason]}
 
 
-async def test_two_apps_have_metrics_of_their_own():
+async def test_two_apps_have_separate_metrics():
     async with serving(FakeEngine()) as one, serving(FakeEngine()) as other:
         await one.chat()
         name = 'vllm:e2e_request_latency_seconds_count{model_name="fake"}'
         assert ((await metrics(one))[name], (await metrics(other))[name]) == (1, 0)
 
 
-async def test_api_10_equal_request_ids_do_not_meet(client, engine):
+async def test_api_10_requests_with_equal_ids_are_independent(client, engine):
     engine.hold_after = 2
     headers = {"X-Request-Id": "mine", "Content-Type": "application/json"}
     first = asyncio.create_task(client.chat("one", request_id="same"))
     second = asyncio.create_task(client.post("/v1/chat/completions", HELLO | {"request_id": "same"}, headers=headers))
-    await until(lambda: len(engine.requests) == 2)
+    await wait_until(lambda: len(engine.requests) == 2)
     assert len({request.id for request in engine.requests}) == 2
     first.cancel()
-    await until(lambda: engine.aborted)
+    await wait_until(lambda: engine.aborted)
     engine.gate.set()
     status, answer = await second
     kept = next(request for request in engine.requests if request.id not in engine.aborted)
@@ -155,7 +156,16 @@ async def test_api_10_equal_request_ids_do_not_meet(client, engine):
     assert answer["id"] == kept.id
 
 
-async def test_request_ids_come_back_in_the_header(client):
+async def test_engine_requests_have_the_id_of_the_response(client, engine):
+    for ask in (client.chat, client.complete):
+        _, answer = await ask(n=2)
+        assert [request.id for request in engine.requests] == [answer["id"]]
+        engine.requests.clear()
+    _, answer = await client.complete(["a", "b"])
+    assert [request.id for request in engine.requests] == [f"{answer['id']}-0", f"{answer['id']}-1"]
+
+
+async def test_request_ids_are_returned_in_the_header(client):
     async def header(given: str | None, **body) -> str:
         headers = {} if given is None else {"X-Request-Id": given}
         async with client.session.post(
@@ -167,8 +177,8 @@ async def test_request_ids_come_back_in_the_header(client):
     assert await header("my-id.7", stream=True) == "my-id.7"
     assert await header("my-id.7", n=0) == "my-id.7"
     assert await header(None, request_id="of-the-body") == "of-the-body"
-    for unfit in (None, "x" * 129, "with space", "ünfit"):
-        assert re.fullmatch("req-[0-9a-f]{32}", await header(unfit))
+    for invalid in (None, "x" * 129, "with space", "ünfit"):
+        assert re.fullmatch("req-[0-9a-f]{32}", await header(invalid))
     assert re.fullmatch("req-[0-9a-f]{32}", await header(None, request_id="line\nbreak: 1"))
 
 
@@ -188,14 +198,14 @@ async def test_models_version_health(client):
     assert re.match(r"\d+\.\d+", (await client.get("/version"))[1]["version"])
 
 
-async def test_the_name_asked_for_is_the_name_answered(client):
+async def test_responses_have_the_requested_model_name(client):
     for name in ("fake", "org/fake-2"):
         assert (await client.chat(model=name))[1]["model"] == name
         assert (await client.complete(model=name))[1]["model"] == name
     assert (await client.chat())[1]["model"] == "fake"
 
 
-async def test_tokenize_and_back(client, engine):
+async def test_tokenize_and_detokenize(client, engine):
     text = "the <|im_end|> ďábel"
     ids = engine.tokenizer.encode(text)
     status, answer = await client.post("/tokenize", {"prompt": text})
@@ -218,14 +228,14 @@ async def test_tokenize_and_back(client, engine):
     assert (await client.post("/detokenize", {"tokens": []}))[1] == {"prompt": ""}
 
 
-async def test_sampling_defaults_of_the_model_hold_only_where_the_request_is_silent():
+async def test_requests_override_the_models_sampling_defaults():
     defaults = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "max_new_tokens": 3, "do_sample": True}
     engine = FakeEngine(info=FakeInfo(default_sampling=defaults))
     async with serving(engine) as client:
         await client.chat(temperature=0, top_p=None)
         params = engine.requests[-1].params
         assert (params.temperature, params.top_k, params.top_p) == (0, 7, 0.8)
-        assert params.max_tokens == 256 - len(engine.requests[-1].prompt_ids)  # all the room there is
+        assert params.max_tokens == 256 - len(engine.requests[-1].prompt_ids)  # the rest of the context
         await client.complete()
         assert engine.requests[-1].params.max_tokens == 16
 
@@ -257,7 +267,7 @@ async def test_sampling_fields_reach_the_engine(client, engine):
     assert engine.requests[-1].params.max_tokens == 6
 
 
-async def test_a_model_without_a_chat_template_says_so():
+async def test_a_model_without_a_chat_template_rejects_chats():
     async with serving(FakeEngine(template=None)) as client:
         status, answer = await client.chat()
         assert (status, "chat template" in answer["error"]["message"]) == (400, True)

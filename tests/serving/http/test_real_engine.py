@@ -1,4 +1,4 @@
-"""The server over the real engine: a request through every floor, and a good answer after each bad request."""
+"""The server over the real engine."""
 
 import asyncio
 import contextlib
@@ -27,12 +27,12 @@ def loaded():
 
 
 @contextlib.asynccontextmanager
-async def house(loaded, **limits):
+async def real_server(loaded, **limits):
     with sharing(loaded, **limits) as model_dir:
         engine = AsyncEngine(EngineConfig(model_dir=model_dir))
         await engine.start()
     try:
-        async with serving(engine, served_model_names=[MODEL], max_body_size=1 << 16) as client:
+        async with serving(engine, served_model_name=[MODEL], max_body_size=1 << 16) as client:
             yield engine, client
     finally:
         await engine.stop()
@@ -48,13 +48,13 @@ async def idle(engine: AsyncEngine) -> None:
 
 
 async def golden_answer(client: Client) -> str:
-    """Greedy tokens of the good request, from their text: checked against transformers' by the caller."""
+    """The greedy completion of PROMPT, which the caller compares with that of transformers."""
     fields = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
     status, body = await client.complete(PROMPT, **fields)
     assert status == 200, body
     cached = body["usage"].pop("prompt_tokens_details")["cached_tokens"]
     assert body["usage"] == {"prompt_tokens": 33, "completion_tokens": 12, "total_tokens": 45}
-    assert 0 <= cached < 33  # at least one token is always computed
+    assert 0 <= cached < 33  # at least one token is computed
     return body["choices"][0]["text"]
 
 
@@ -82,9 +82,9 @@ BAD = {
 }
 
 
-async def test_after_each_bad_request_the_good_one_gives_its_golden_answer(loaded):
+async def test_bad_requests_do_not_change_the_next_response(loaded):
     expected = golden_text()
-    async with house(loaded) as (engine, client):
+    async with real_server(loaded) as (engine, client):
         assert await golden_answer(client) == expected
         for name, (path, body, wanted) in BAD.items():
             for stream in (False, True):
@@ -98,16 +98,16 @@ async def test_after_each_bad_request_the_good_one_gives_its_golden_answer(loade
         assert engine.stats().compiles_after_warmup == 0
 
 
-async def test_too_long_names_both_numbers(loaded):
-    async with house(loaded) as (_, client):
+async def test_the_error_of_a_long_prompt_has_both_lengths(loaded):
+    async with real_server(loaded) as (_, client):
         _, answer = await client.complete(tiny.prompt(150) * 8)
         assert "1024 tokens" in answer["error"]["message"]
         assert "1200 tokens" in answer["error"]["message"]
 
 
-async def test_streamed_equals_not_streamed_for_many_people_at_once(loaded):
-    """Chat and completions, greedy and drawn, with stop strings, logprobs and several choices, all at the same time."""
-    asked = [
+async def test_concurrent_streams_equal_whole_responses(loaded):
+    """Greedy and sampled chats, with stop strings and several choices, all at the same time."""
+    requests = [
         {"seed": i, "temperature": i % 3 * 0.7, "max_tokens": 5 + 3 * i, "n": 1 + i % 2, "stop": ["th", "an"][: i % 3]}
         for i in range(8)
     ]
@@ -129,9 +129,9 @@ async def test_streamed_equals_not_streamed_for_many_people_at_once(loaded):
         )
         return [(choice.message.content, choice.finish_reason) for choice in answer.choices]
 
-    async with house(loaded) as (engine, client), official(client) as people:
-        together = await asyncio.gather(*(streamed(people, fields) for fields in asked))
-        one_by_one = [await whole(people, fields) for fields in asked]
+    async with real_server(loaded) as (engine, client), official(client) as openai_client:
+        together = await asyncio.gather(*(streamed(openai_client, fields) for fields in requests))
+        one_by_one = [await whole(openai_client, fields) for fields in requests]
         assert together == one_by_one
         await idle(engine)
 
@@ -139,7 +139,7 @@ async def test_streamed_equals_not_streamed_for_many_people_at_once(loaded):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_kv_04_a_disconnect_frees_everything(loaded, stream):
     endless = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "temperature": 0, "n": 4, "stream": stream}
-    async with house(loaded) as (engine, client):
+    async with real_server(loaded) as (engine, client):
 
         async def read():
             url = client.base + "/v1/completions"
@@ -157,10 +157,10 @@ async def test_kv_04_a_disconnect_frees_everything(loaded, stream):
         assert await golden_answer(client) == golden_text()
 
 
-async def test_api_03_echo_scores_the_prompt_like_transformers(loaded):
+async def test_api_03_prompt_logprobs_equal_those_of_transformers(loaded):
     golden = make.load("llama")
     prompt = tiny.prompt(int(golden["scored_length"]))
-    async with house(loaded) as (_, client):
+    async with real_server(loaded) as (_, client):
         status, body = await client.complete(prompt, echo=True, max_tokens=0, logprobs=1)
         assert status == 200
         found = body["choices"][0]["logprobs"]["token_logprobs"]
@@ -170,7 +170,7 @@ async def test_api_03_echo_scores_the_prompt_like_transformers(loaded):
 
 
 async def test_op_04_metrics_add_up(loaded):
-    async with house(loaded) as (engine, client):
+    async with real_server(loaded) as (engine, client):
         answers = await asyncio.gather(*(client.complete(tiny.prompt(n), max_tokens=4, seed=n) for n in range(1, 20)))
         await idle(engine)
         async with client.session.get(client.base + "/metrics") as response:
@@ -184,8 +184,8 @@ async def test_op_04_metrics_add_up(loaded):
         assert metrics["omni_jax:compiles_after_warmup_total"] == 0
 
 
-async def test_pc_06_who_has_the_salt_has_the_cache(loaded):
-    """Of a prompt of 33 tokens, the blocks that are full of the first 32 can be found; a reset forgets them."""
+async def test_pc_06_requests_with_one_salt_share_the_cache(loaded):
+    """Of a prompt of 33 tokens, the full blocks of the first 32 are cached until a reset."""
     fields = {"max_tokens": 4, "temperature": 0}
 
     async def cached(client, **more) -> int:
@@ -194,7 +194,7 @@ async def test_pc_06_who_has_the_salt_has_the_cache(loaded):
         assert body["choices"][0]["text"] == golden
         return body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    async with house(loaded) as (engine, client):
+    async with real_server(loaded) as (engine, client):
         golden = (await client.complete(PROMPT, **fields))[1]["choices"][0]["text"]
         full = 32 // engine.info.block_size * engine.info.block_size
         assert full > 0
@@ -212,8 +212,8 @@ async def test_pc_06_who_has_the_salt_has_the_cache(loaded):
         assert engine.stats().compiles_after_warmup == 0
 
 
-async def test_api_15_the_smaller_limit_is_the_one_that_counts(loaded):
-    async with house(loaded, max_model_len=64) as (_, client):
+async def test_api_15_max_model_len_limits_the_context(loaded):
+    async with real_server(loaded, max_model_len=64) as (_, client):
         _, models = await client.get("/v1/models")
         assert models["data"][0]["max_model_len"] == 64
         assert (await client.complete(tiny.prompt(33), max_tokens=4))[0] == 200

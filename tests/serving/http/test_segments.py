@@ -1,4 +1,4 @@
-"""Priority, objectives and segment policies of requests, and what the server tells of them."""
+"""Priority, objectives and segment policies of requests, in the engine, /stats and metrics."""
 
 import asyncio
 import json
@@ -10,15 +10,13 @@ from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import Event
 from omni_jax.segments import check_cover
-from serving.http.media import MediaOptions, MediaPolicy
-from serving.http.segment_options import SegmentOptions
+from serving.http.settings import MediaAccessSettings
 from tests.serving.conftest import serving
-from tests.serving.fake_engine import FakeEngine, seeing_engine
+from tests.serving.fake_engine import FakeEngine, vision_engine
 from tests.serving.http.test_operations import metrics
-from tests.serving.http.test_validation import CHAT, COMPLETIONS, HELLO, refused
+from tests.serving.http.test_validation import CHAT, COMPLETIONS, HELLO, assert_rejected
 from tests.serving.images import RED, body, image
 
-ALLOWED = SegmentOptions(allow_request_policy=True)
 TEXT = "One sentence here. Another one there! And is this the third?"
 
 
@@ -31,10 +29,10 @@ async def test_priority_and_objectives_reach_the_engine(client, engine):
         await ask(ttft_ms=500)
         assert engine.requests[-1].slo == SLO(ttft_ms=500)
         await ask(priority=None, ttft_ms=None)
-        assert engine.requests[-1].slo is None  # the server's own hold
+        assert engine.requests[-1].slo is None  # the server's defaults apply
 
 
-async def test_every_prompt_of_a_completion_has_its_own_segments(client, engine):
+async def test_each_prompt_of_a_completion_has_its_segments(client, engine):
     await client.complete(["one", "two and three"], priority=2)
     first, second = engine.requests
     for request in (first, second):
@@ -51,13 +49,13 @@ async def test_every_prompt_of_a_completion_has_its_own_segments(client, engine)
         *(("priority", value) for value in (1.5, "high", True, 2**31, -(2**40))),
     ],
 )
-async def test_objectives_that_are_negative_or_absurd_are_refused_by_name(client, engine, path, field, value):
-    await refused(client, path, {"messages": HELLO, "prompt": "hello", field: value}, param=field, match=field)
+async def test_invalid_objectives_are_rejected_by_name(client, engine, path, field, value):
+    await assert_rejected(client, path, {"messages": HELLO, "prompt": "hello", field: value}, param=field, match=field)
     assert engine.requests == []
 
 
-async def test_a_request_says_how_it_is_cut_where_the_server_allows_it(engine):
-    async with serving(engine, segments=ALLOWED) as client:
+async def test_requests_set_the_segment_policy_if_allowed(engine):
+    async with serving(engine, allow_request_segment_policy=True) as client:
         for ask in (client.chat, client.complete):
             assert (await ask(TEXT))[0] == 200
             assert len(engine.requests[-1].segments) == 1
@@ -71,10 +69,10 @@ async def test_a_request_says_how_it_is_cut_where_the_server_allows_it(engine):
             check_cover(engine.requests[-1].segments, len(engine.requests[-1].prompt_ids))
 
 
-async def test_an_images_regions_are_segments():
-    engine = seeing_engine()
+async def test_regions_of_an_image_are_segments():
+    engine = vision_engine()
     policy = {"policy": "by_region", "regions": {"top": [0, 0, 1, 0.5], "bottom": [0, 0.5, 1, 1]}}
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         status, answer = await client.post(CHAT, body(image(RED), segment_policy=policy))
         assert status == 200, answer
     (request,) = engine.requests
@@ -86,9 +84,9 @@ async def test_an_images_regions_are_segments():
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_without_the_flag_no_request_says_how_it_is_cut(client, engine, path):
+async def test_segment_policies_are_rejected_unless_allowed(client, engine, path):
     body = {"messages": HELLO, "prompt": "hello", "segment_policy": "request"}
-    await refused(client, path, body, param="segment_policy", match="--allow-request-segment-policy")
+    await assert_rejected(client, path, body, param="segment_policy", match="--allow-request-segment-policy")
     assert engine.requests == []
     assert (await client.chat(segment_policy=None))[0] == 200
 
@@ -97,7 +95,7 @@ async def test_without_the_flag_no_request_says_how_it_is_cut(client, engine, pa
 @pytest.mark.parametrize(
     ("policy", "match"),
     [
-        ("by_page", "by_modality"),  # the valid ones are listed
+        ("by_page", "by_modality"),  # the error lists the valid ones
         ({"policy": "by_page"}, "by_modality"),
         ({"policy": "by_length"}, "max_length"),
         ({"policy": "by_length", "max_length": -1}, "max_length"),
@@ -115,33 +113,33 @@ async def test_without_the_flag_no_request_says_how_it_is_cut(client, engine, pa
         ({"policy": "by_region", "regions": {str(n): [0, 0, 1, 1] for n in range(2000)}}, "16384"),
     ],
 )
-async def test_policies_that_are_none_are_refused_and_the_valid_ones_listed(engine, path, policy, match):
-    async with serving(engine, segments=ALLOWED) as client:
+async def test_errors_of_invalid_segment_policies_list_the_valid_ones(engine, path, policy, match):
+    async with serving(engine, allow_request_segment_policy=True) as client:
         golden = await client.chat()
         body = {"messages": HELLO, "prompt": "hello", "segment_policy": policy}
-        error = await refused(client, path, body, param="segment_policy", match=match)
+        error = await assert_rejected(client, path, body, param="segment_policy", match=match)
         assert "Traceback" not in error["message"]
         assert len(engine.requests) == 1
         assert (await client.chat())[1]["choices"] == golden[1]["choices"]
 
 
-async def test_code_of_the_servers_machine_is_not_the_clients_to_run(engine, tmp_path, monkeypatch):
+async def test_requests_cannot_run_custom_functions(engine, tmp_path, monkeypatch):
     (tmp_path / "never_imported.py").write_text("def cut(view): return [(0, view.length)]")
     monkeypatch.syspath_prepend(tmp_path)
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         for policy in ("never_imported:cut", {"policy": "never_imported:cut"}, {"text": "never_imported:cut"}):
             body = {"messages": HELLO, "segment_policy": policy}
-            await refused(client, CHAT, body, param="segment_policy", match="by_modality")
+            await assert_rejected(client, CHAT, body, param="segment_policy", match="by_modality")
     assert "never_imported" not in sys.modules
 
 
-async def test_what_is_wrong_is_known_before_anything_is_fetched(host):
-    engine = seeing_engine()
+async def test_invalid_objectives_and_policies_are_rejected_before_any_fetch(host):
+    engine = vision_engine()
     part = {"type": "image_url", "image_url": {"url": host.url("/red.png")}}
-    options = MediaOptions(policy=MediaPolicy(allow_private_addresses=True))
-    async with serving(engine, segments=ALLOWED, media=options) as client:
+    access = MediaAccessSettings(allow_private_media_addresses=True)
+    async with serving(engine, allow_request_segment_policy=True, access=access) as client:
         for wrong in ({"ttft_ms": -1}, {"segment_policy": "by_page"}):
-            await refused(client, CHAT, body(part, **wrong))
+            await assert_rejected(client, CHAT, body(part, **wrong))
         assert host.connections == 0
         assert (await client.post(CHAT, body(part)))[0] == 200
         assert host.paths == ["/red.png"]
@@ -150,33 +148,35 @@ async def test_what_is_wrong_is_known_before_anything_is_fetched(host):
 @pytest.mark.parametrize(
     ("name", "match"), [("gap", "at token 2"), ("overlap", "at token 2"), ("raises", "AttributeError")]
 )
-async def test_a_policy_of_ones_own_that_fails_costs_its_request_a_400_and_nothing_else(engine, name, match):
-    engine.segment_policy = f"tests.serving.own_policies:{name}"
-    async with serving(engine, segments=SegmentOptions(policy=engine.segment_policy)) as client:
+async def test_a_custom_policy_that_fails_is_a_400(engine, name, match):
+    engine.segment_policy = f"tests.serving.custom_functions:{name}"
+    async with serving(engine, segment_policy=engine.segment_policy) as client:
         for path in (CHAT, COMPLETIONS):
-            await refused(client, path, {"messages": HELLO, "prompt": "hello"}, param="segment_policy", match=match)
+            await assert_rejected(
+                client, path, {"messages": HELLO, "prompt": "hello"}, param="segment_policy", match=match
+            )
         assert engine.requests == []
         async with client.session.get(client.base + "/health") as response:
             assert response.status == 200
 
 
-async def test_a_policy_that_fails_for_some_prompts_serves_the_others(engine):
-    engine.segment_policy = "tests.serving.own_policies:sometimes"
-    async with serving(engine, segments=SegmentOptions(policy=engine.segment_policy)) as client:
+async def test_a_custom_policy_that_fails_for_some_prompts_serves_the_others(engine):
+    engine.segment_policy = "tests.serving.custom_functions:sometimes"
+    async with serving(engine, segment_policy=engine.segment_policy) as client:
         answers = await asyncio.gather(*(client.complete(text) for text in ("good", "bad one", "fine", "a bad end")))
         assert [status for status, _ in answers] == [200, 400, 200, 400]
         assert (await client.get("/stats"))[1]["segments"]["by_policy"] == {"custom": {"prompts": 2, "segments": 2}}
 
 
-def live(name: str, *, slo=None, arrival=0.0) -> Sequence:
+def running_sequence(name: str, *, slo=None, arrival=0.0) -> Sequence:
     request = Request(id=name, prompt_ids=(1, 2, 3), params=SamplingParams(), arrival=arrival, slo=slo)
     return Sequence(request=request, index=0, order=(0, 0), max_output=9, known=[1, 2, 3])
 
 
 def fill(recorder) -> None:
-    """Two requests: one to the first token in 0.5 s of 1 s, one in 3 s; three events."""
+    """Two requests with a TTFT of 0.5 s and 3 s and an objective of 1 s, and three events each."""
     for name, first in (("a", 0.5), ("b", 3.0)):
-        sequence = live(name, slo=SLO(ttft_ms=1000, tpot_ms=2000))
+        sequence = running_sequence(name, slo=SLO(ttft_ms=1000, tpot_ms=2000))
         sequence.scheduled_at, sequence.first_token_at = 0.25, first
         sequence.known += [4, 5]
         for kind, cause in (("pause", "budget"), ("preempt", "class"), ("resume", "turn")):
@@ -185,9 +185,9 @@ def fill(recorder) -> None:
         recorder.finished(sequence, first + 1.0)
 
 
-async def test_stats_tell_of_requests_segments_events_and_policies(engine):
+async def test_stats_of_requests_segments_events_and_policies(engine):
     fill(engine.recorder)
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         await client.chat(TEXT)
         await client.complete(TEXT, segment_policy={"policy": "by_length", "max_length": 7})
         await client.complete(TEXT, segment_policy={"text": "by_sentence"})
@@ -200,25 +200,25 @@ async def test_stats_tell_of_requests_segments_events_and_policies(engine):
     assert text["queue_ms"] == {"count": 2, "mean": 250, "std": 0, "p50": 250, "p95": 250, "p99": 250}
     assert stats["events"]["preemptions"] == {"blocks": 0, "class": 2}
     assert (stats["events"]["pauses"], stats["events"]["blocks_taken"]) == (2, 4)
-    of_policies = stats["segments"]["by_policy"]
-    assert of_policies["request"] == {"prompts": 1, "segments": 1}
-    assert of_policies["by_length"]["segments"] == len(engine.requests[1].segments) > 2
-    assert of_policies["per modality"]["segments"] == len(engine.requests[2].segments) > 2
+    by_policy = stats["segments"]["by_policy"]
+    assert by_policy["request"] == {"prompts": 1, "segments": 1}
+    assert by_policy["by_length"]["segments"] == len(engine.requests[1].segments) > 2
+    assert by_policy["per modality"]["segments"] == len(engine.requests[2].segments) > 2
 
 
-async def test_stats_of_a_fresh_server_are_there(client):
+async def test_stats_of_a_new_server(client):
     status, stats = await client.get("/stats")
     assert (status, stats["requests"]["finished"], stats["segments"]["by_policy"]) == (200, 0, {})
 
 
-async def test_metrics_have_the_same_figures_under_bounded_labels(engine):
+async def test_metrics_have_the_figures_of_stats_and_a_bounded_number_of_series(engine):
     fill(engine.recorder)
-    async with serving(engine, segments=ALLOWED) as client:
+    async with serving(engine, allow_request_segment_policy=True) as client:
         for n in range(5):
             await client.complete(TEXT, priority=n, segment_policy={"policy": "by_length", "max_length": 7 + n})
         samples = await metrics(client)
         await client.complete(TEXT, priority=1234, segment_policy={"policy": "by_length", "max_length": 50})
-        assert set(await metrics(client)) == set(samples)  # what clients choose makes no new series
+        assert set(await metrics(client)) == set(samples)  # values that clients choose add no series
 
     def value(name, **labels):
         shown = ",".join(f'{key}="{value}"' for key, value in sorted(({"model_name": "fake"} | labels).items()))
@@ -235,15 +235,15 @@ async def test_metrics_have_the_same_figures_under_bounded_labels(engine):
     assert value("segment_seconds_sum", **stage) == pytest.approx(2.0)
 
 
-async def test_stats_ask_for_the_key(engine):
-    async with serving(engine, api_keys=["k"]) as client:
+async def test_stats_require_the_key(engine):
+    async with serving(engine, api_key=["k"]) as client:
         assert (await client.get("/stats"))[0] == 401
         status, stats = await client.get("/stats", headers={"Authorization": "Bearer k"})
         assert status == 200
         assert json.dumps(stats)
 
 
-def test_the_engine_of_these_tests_has_the_interface_of_the_real_one():
+def test_the_fake_engine_has_the_interface_of_the_real_one():
     from omni_jax.engine.async_engine import AsyncEngine
 
     assert callable(AsyncEngine.cut)

@@ -1,4 +1,4 @@
-"""The shape of a stream, what ends it, and what a disconnect does."""
+"""Streams: their chunks, their end, and disconnects."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 
 from omni_jax.requests import Delta, TokenLogprob
-from serving.http.generation import merged
+from serving.http.engine_streams import merged
 from tests.serving.conftest import serving
 
 CHAT = "/v1/chat/completions"
@@ -14,8 +14,8 @@ COMPLETIONS = "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-async def until(condition):
-    """Waits for something the server does in its own time; pytest's own limit ends a wait in vain."""
+async def wait_until(condition):
+    """Waits until the condition holds, at most 20 seconds."""
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.005)
@@ -38,14 +38,14 @@ async def test_chat_chunks(client, engine):
         assert text == engine.answers(engine.requests[0], index)
 
 
-async def test_chunks_hold_no_half_characters_and_are_never_empty(client):
+async def test_chunks_have_whole_characters_and_are_never_empty(client):
     chunks = await client.chunks(COMPLETIONS, {"prompt": "a", "max_tokens": 99})
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert all(texts)
     assert "\ufffd" not in "".join(texts)
 
 
-async def test_str_07_a_fault_ends_the_stream_with_one_error_event(client, engine):
+async def test_str_07_an_error_ends_the_stream_with_one_error_event(client, engine):
     engine.fail_after = 3
     for path, body in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "a"}), (COMPLETIONS, {"prompt": ["a", "b"], "n": 2})):
         *chunks, last = await client.events(path, body)
@@ -57,7 +57,7 @@ async def test_str_07_a_fault_ends_the_stream_with_one_error_event(client, engin
     assert engine.stats().num_requests_running == 0
 
 
-async def test_str_07_a_bug_in_mid_stream_tells_the_log_and_not_the_client(client, engine, caplog):
+async def test_str_07_details_of_a_bug_are_logged_and_not_sent(client, engine, caplog):
     engine.raise_after = 2
     for path, body in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "a"})):
         last = json.loads((await client.events(path, body))[-1])["error"]
@@ -107,12 +107,12 @@ async def test_kv_04_a_disconnect_aborts(client, engine, stream, body):
     data = json.dumps(body | {"stream": stream}).encode()
     request = asyncio.create_task(client.session.post(client.base + COMPLETIONS, data=data, headers=headers))
     prompts = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
-    await until(lambda: len(engine.requests) == prompts)
+    await wait_until(lambda: len(engine.requests) == prompts)
     if stream:
         (await request).close()
     else:
         request.cancel()
-    await until(lambda: len(engine.aborted) == prompts)
+    await wait_until(lambda: len(engine.aborted) == prompts)
     assert sorted(engine.aborted) == sorted(request.id for request in engine.requests)
     assert engine.stats().num_requests_running == 0
 
@@ -124,7 +124,7 @@ async def test_a_finished_request_is_not_aborted(client, engine):
     assert engine.aborted == []
 
 
-async def test_a_reader_that_stalls_holds_up_nobody(client, engine):
+async def test_a_client_that_reads_nothing_delays_no_other(client, engine):
     engine.answers = lambda request, index: "the word " * 20
     _, writer = await asyncio.open_connection(*client.base.removeprefix("http://").split(":"))
     body = json.dumps({"prompt": ["a"] * 200, "stream": True, "max_tokens": 99}).encode()
@@ -132,15 +132,15 @@ async def test_a_reader_that_stalls_holds_up_nobody(client, engine):
         f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
     engine.queue = 300
-    writer.write(head.encode() + b"\r\n" + body)  # and reads nothing
-    await until(lambda: len(engine.requests) == 200)
+    writer.write(head.encode() + b"\r\n" + body)  # reads nothing
+    await wait_until(lambda: len(engine.requests) == 200)
     assert (await client.chat())[0] == 200
     assert (await client.get("/v1/models"))[0] == 200
     writer.close()
-    await until(lambda: engine.stats().num_requests_running == 0)
+    await wait_until(lambda: engine.stats().num_requests_running == 0)
 
 
-def test_waiting_deltas_become_one_for_each_choice():
+def test_deltas_are_merged_by_choice():
     def delta(index, text, **more):
         logprob = TokenLogprob(token_id=len(text), logprob=-1.0)
         return Delta(request_id="r", index=index, text=text, token_ids=(len(text),), logprobs=(logprob,), **more)
@@ -153,12 +153,12 @@ def test_waiting_deltas_become_one_for_each_choice():
     assert third == (1, batch[2][1])
 
 
-async def test_shutdown_cuts_off_with_an_error(engine):
+async def test_shutdown_ends_requests_with_an_error(engine):
     engine.hold_after = 1
     async with serving(engine) as client:
         stream = asyncio.create_task(client.events(CHAT, HELLO))
         whole = asyncio.create_task(client.chat())
-        await until(lambda: len(engine.requests) == 2)
+        await wait_until(lambda: len(engine.requests) == 2)
         await engine.stop(drain_seconds=0)
         error = json.loads((await stream)[-1])["error"]
         assert (error["code"], error["type"]) == (503, "service_unavailable_error")

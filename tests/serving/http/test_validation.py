@@ -1,4 +1,4 @@
-"""Bad requests get a 4xx that names the field, before any byte of a stream; the next good one gets its good answer."""
+"""Bad requests get a 4xx that names the field, also if streamed, and do not change the next response."""
 
 import asyncio
 import gzip
@@ -15,8 +15,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(autouse=True)
-async def still_well(client, engine):
-    """After each test: the engine saw no bad request, and a good one is answered as ever."""
+async def good_request_still_works(client, engine):
+    """After each test, a good request gets the same response as before, and nothing is running."""
     golden = await client.chat("the golden question")
     yield
     status, answer = await client.chat("the golden question")
@@ -24,8 +24,8 @@ async def still_well(client, engine):
     assert engine.stats().num_requests_running == 0
 
 
-async def refused(client, path, body, *, param=..., match="", status=400, streamed=True):
-    """The same JSON error, streamed or not."""
+async def assert_rejected(client, path, body, *, param=..., match="", status=400, streamed=True):
+    """Checks that the request gets the same JSON error, streamed or not."""
     bodies = [body]
     if streamed and isinstance(body, dict):
         bodies.append(body | {"stream": True})
@@ -45,20 +45,20 @@ async def refused(client, path, body, *, param=..., match="", status=400, stream
 
 async def test_api_01_empty_prompts(client):
     for prompt in ("", [""], [[]], [], ["a", ""]):
-        error = await refused(client, COMPLETIONS, {"prompt": prompt}, param="prompt", match="empty")
+        error = await assert_rejected(client, COMPLETIONS, {"prompt": prompt}, param="prompt", match="empty")
         assert error["type"] == "invalid_request_error"
-    await refused(client, CHAT, {"messages": []}, param="messages")
-    await refused(client, CHAT, {}, param="messages")
-    await refused(client, COMPLETIONS, {}, param="prompt")
+    await assert_rejected(client, CHAT, {"messages": []}, param="messages")
+    await assert_rejected(client, CHAT, {}, param="messages")
+    await assert_rejected(client, COMPLETIONS, {}, param="prompt")
 
 
-async def test_prompts_of_a_wrong_type(client):
+async def test_prompts_of_wrong_types(client):
     for prompt in (1, True, {"a": 1}, [1.5], ["a", 1], [[1], "a"], [[1, True]], [None], [[1], [2.0]]):
-        await refused(client, COMPLETIONS, {"prompt": prompt}, param="prompt")
+        await assert_rejected(client, COMPLETIONS, {"prompt": prompt}, param="prompt")
     for prompt in ([512], [-1], [[1], [2**70]]):
-        await refused(client, COMPLETIONS, {"prompt": prompt}, param="prompt", match="vocabulary")
-    await refused(client, COMPLETIONS, {"prompt": ["a"] * 2049}, param="prompt", match="2048")
-    await refused(client, COMPLETIONS, {"prompt": ["a"] * 2000, "n": 128}, param="prompt", match="choices")
+        await assert_rejected(client, COMPLETIONS, {"prompt": prompt}, param="prompt", match="vocabulary")
+    await assert_rejected(client, COMPLETIONS, {"prompt": ["a"] * 2049}, param="prompt", match="2048")
+    await assert_rejected(client, COMPLETIONS, {"prompt": ["a"] * 2000, "n": 128}, param="prompt", match="choices")
 
 
 async def test_api_02_null_is_absent(client, engine):
@@ -89,34 +89,36 @@ async def test_api_02_null_is_absent(client, engine):
 
 async def test_api_04_logit_bias(client, engine):
     for bias in ({"512": 5}, {"-1": 5}, {"abc": 5}, {"3": 1e9}, {"3": "x"}, {"3": True}, {"1.0": 1}, {"٣": 1}, [3]):
-        await refused(client, COMPLETIONS, {"prompt": "a", "logit_bias": bias}, param="logit_bias", match="logit_bias")
-        await refused(client, CHAT, {"messages": HELLO, "logit_bias": bias}, param="logit_bias")
+        await assert_rejected(
+            client, COMPLETIONS, {"prompt": "a", "logit_bias": bias}, param="logit_bias", match="logit_bias"
+        )
+        await assert_rejected(client, CHAT, {"messages": HELLO, "logit_bias": bias}, param="logit_bias")
     many = {str(i): 1 for i in range(301)}
-    await refused(client, COMPLETIONS, {"prompt": "a", "logit_bias": many}, param="logit_bias", match="300")
+    await assert_rejected(client, COMPLETIONS, {"prompt": "a", "logit_bias": many}, param="logit_bias", match="300")
     status, _ = await client.complete(logit_bias={"511": -100, "0": 2.5})
     assert status == 200
     assert engine.requests[-1].params.logit_bias == {511: -100.0, 0: 2.5}
-    await refused(client, COMPLETIONS, {"prompt": "a", "stop_token_ids": [512]}, param="stop_token_ids")
+    await assert_rejected(client, COMPLETIONS, {"prompt": "a", "stop_token_ids": [512]}, param="stop_token_ids")
 
 
-async def test_api_06_numbers_that_are_not_finite(client, engine):
-    seen = len(engine.requests)
+async def test_api_06_numbers_must_be_finite(client, engine):
+    before = len(engine.requests)
     for field in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         for value in ("NaN", "Infinity", "-Infinity", "1e400", "-1e999"):
             for stream in ("true", "false"):
                 raw = f'{{"prompt": "a", "stream": {stream}, "{field}": {value}}}'
-                await refused(client, COMPLETIONS, raw.encode(), match="finite")
+                await assert_rejected(client, COMPLETIONS, raw.encode(), match="finite")
     for value in ("NaN", "1e400"):
-        await refused(
+        await assert_rejected(
             client, COMPLETIONS, f'{{"prompt": "a", "logit_bias": {{"3": {value}}}}}'.encode(), match="finite"
         )
-    # Where no type says what a number may be, the reader still refuses what is not JSON.
+    # The parser rejects them also in fields without a type.
     for value in ("NaN", "-Infinity", "1e400"):
         raw = f'{{"prompt": "a", "user": [{value}], "x": {value}}}'
-        await refused(client, COMPLETIONS, raw.encode(), match="finite")
+        await assert_rejected(client, COMPLETIONS, raw.encode(), match="finite")
         raw = f'{{"messages": [{{"role": "user", "content": "a"}}], "chat_template_kwargs": {{"x": {value}}}}}'
-        await refused(client, CHAT, raw.encode(), match="finite")
-    assert len(engine.requests) == seen
+        await assert_rejected(client, CHAT, raw.encode(), match="finite")
+    assert len(engine.requests) == before
 
 
 async def test_numbers_out_of_range(client):
@@ -138,9 +140,9 @@ async def test_numbers_out_of_range(client):
     }.items():
         for value in values:
             streamed = field not in ("stream", "prompt_logprobs")
-            await refused(client, CHAT, {"messages": HELLO, field: value}, param=field, streamed=streamed)
-    await refused(client, CHAT, {"messages": HELLO, "min_tokens": 9, "max_tokens": 8}, param="min_tokens")
-    await refused(client, CHAT, {"messages": HELLO, "max_completion_tokens": -1}, param="max_completion_tokens")
+            await assert_rejected(client, CHAT, {"messages": HELLO, field: value}, param=field, streamed=streamed)
+    await assert_rejected(client, CHAT, {"messages": HELLO, "min_tokens": 9, "max_tokens": 8}, param="min_tokens")
+    await assert_rejected(client, CHAT, {"messages": HELLO, "max_completion_tokens": -1}, param="max_completion_tokens")
 
 
 async def test_api_08_seeds(client, engine):
@@ -148,7 +150,7 @@ async def test_api_08_seeds(client, engine):
         assert (await client.complete(seed=seed))[0] == 200
         assert engine.requests[-1].params.seed == seed
     for seed in (2**63, 2**64, 1.5, True, -(2**63) - 1):
-        await refused(client, COMPLETIONS, {"prompt": "a", "seed": seed}, param="seed")
+        await assert_rejected(client, COMPLETIONS, {"prompt": "a", "seed": seed}, param="seed")
 
 
 async def test_api_09_top_k(client, engine):
@@ -156,11 +158,11 @@ async def test_api_09_top_k(client, engine):
         assert (await client.complete(top_k=top_k))[0] == 200
         assert engine.requests[-1].params.top_k == top_k
     for top_k in (0.01, -2, "5", True):
-        await refused(client, COMPLETIONS, {"prompt": "a", "top_k": top_k}, param="top_k")
+        await assert_rejected(client, COMPLETIONS, {"prompt": "a", "top_k": top_k}, param="top_k")
 
 
-async def test_api_11_small_json_huge_work(client, engine):
-    seen = len(engine.requests)
+async def test_api_11_requests_that_would_be_too_expensive(client, engine):
+    before = len(engine.requests)
     for field, value in (
         ("stop", ["x"] * 500_000),
         ("bad_words", ["x"] * 50_000),
@@ -171,16 +173,18 @@ async def test_api_11_small_json_huge_work(client, engine):
         ("stop_token_ids", [1] * 500_000),
         ("logit_bias", {str(i): "x" for i in range(100_000)}),
     ):
-        await refused(client, COMPLETIONS, {"prompt": "a", field: value}, param=field, streamed=False)
-    assert len(engine.requests) == seen
+        await assert_rejected(client, COMPLETIONS, {"prompt": "a", field: value}, param=field, streamed=False)
+    assert len(engine.requests) == before
 
 
 async def test_api_12_logprobs_are_bounded(client):
     for top in (16384, 21, -1):
-        await refused(client, CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": top}, param="top_logprobs")
-        await refused(client, COMPLETIONS, {"prompt": "a", "logprobs": top}, param="logprobs")
+        await assert_rejected(
+            client, CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": top}, param="top_logprobs"
+        )
+        await assert_rejected(client, COMPLETIONS, {"prompt": "a", "logprobs": top}, param="logprobs")
         body = {"prompt": "a", "prompt_logprobs": top}
-        await refused(client, COMPLETIONS, body, param="prompt_logprobs", streamed=False)
+        await assert_rejected(client, COMPLETIONS, body, param="prompt_logprobs", streamed=False)
 
 
 async def test_api_13_unpaired_surrogates(client):
@@ -190,18 +194,20 @@ async def test_api_13_unpaired_surrogates(client):
     key = r"""{"messages": [{"role": "user", "content": "a", "\udcf0": 1}], "stream": %s}"""
     for raw in (text, name, key):
         for stream in ("true", "false"):
-            await refused(client, CHAT, (raw % stream).encode(), match="surrogate")
-    await refused(client, COMPLETIONS, rb'{"prompt": "\udcf0"}', match="surrogate")
-    await refused(client, "/tokenize", rb'{"prompt": "\udcf0"}', match="surrogate")
-    await refused(client, COMPLETIONS, b'{"prompt": "\xed\xa0\xbd"}', match="UTF-8")
+            await assert_rejected(client, CHAT, (raw % stream).encode(), match="surrogate")
+    await assert_rejected(client, COMPLETIONS, rb'{"prompt": "\udcf0"}', match="surrogate")
+    await assert_rejected(client, "/tokenize", rb'{"prompt": "\udcf0"}', match="surrogate")
+    await assert_rejected(client, COMPLETIONS, b'{"prompt": "\xed\xa0\xbd"}', match="UTF-8")
     arguments = json.dumps({"a": "x"}).replace("x", r"\ud83d")  # an escape inside an escaped JSON text
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    await refused(client, CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}, match="surrogate")
+    await assert_rejected(
+        client, CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]}, match="surrogate"
+    )
     for paired in (rb'{"prompt": "\ud83d\ude00"}', '{"prompt": "😀 \\\\ud83d"}'.encode()):
         assert (await client.post(COMPLETIONS, paired))[0] == 200
 
 
-async def test_api_14_at_the_edge_of_the_context(client, engine):
+async def test_api_14_prompts_that_nearly_fill_the_context(client, engine):
     size = engine.info.max_model_len
     ids = [5] * (size + 1)
     for length, wanted, allowed in (
@@ -209,28 +215,30 @@ async def test_api_14_at_the_edge_of_the_context(client, engine):
         (size - 1, None, 1),
         (size - 1, 0, 0),
         (size, 0, 0),
-        (size - 3, 100, 3),  # cut to the room there is
+        (size - 3, 100, 3),  # cut to the rest of the context
     ):
         status, answer = await client.complete(ids[:length], max_tokens=wanted)
         assert status == 200, answer
         assert engine.requests[-1].params.max_tokens == allowed
         assert answer["usage"]["completion_tokens"] == allowed
     for length, wanted, shown in ((size, 1, "1 token"), (size, None, "16 tokens"), (size + 1, 0, "0 tokens")):
-        error = await refused(client, COMPLETIONS, {"prompt": ids[:length], "max_tokens": wanted}, param="prompt")
+        error = await assert_rejected(
+            client, COMPLETIONS, {"prompt": ids[:length], "max_tokens": wanted}, param="prompt"
+        )
         assert f"length is {size} tokens" in error["message"]
         assert f"the prompt has {length} tokens" in error["message"]
         assert shown in error["message"]
-    await refused(
+    await assert_rejected(
         client, CHAT, {"messages": [{"role": "user", "content": "the " * 300}]}, param="messages", match="256"
     )
 
 
-async def test_api_15_the_models_own_limit_is_shown():
-    engine = FakeEngine(info=FakeInfo(max_model_len=48))  # what the pool holds, whatever the config says
+async def test_api_15_errors_have_the_engines_context_length():
+    engine = FakeEngine(info=FakeInfo(max_model_len=48))  # limited by the KV cache
     async with serving(engine) as client:
         assert (await client.get("/v1/models"))[1]["data"][0]["max_model_len"] == 48
         assert (await client.complete([5] * 47, max_tokens=1))[0] == 200
-        await refused(client, COMPLETIONS, {"prompt": [5] * 60}, param="prompt", match="48")
+        await assert_rejected(client, COMPLETIONS, {"prompt": [5] * 60}, param="prompt", match="48")
 
 
 async def test_api_16_assistant_turns_without_content(client, engine):
@@ -246,7 +254,7 @@ async def test_api_16_assistant_turns_without_content(client, engine):
     assert "call ls" in engine.tokenizer.decode(rendered.pop())
 
 
-async def test_api_17_echoed_tool_turns(client, engine):
+async def test_api_17_tool_calls_in_the_conversation(client, engine):
     def conversation(arguments, content="18"):
         call = {"id": "1", "type": "function", "function": {"name": "ls", "arguments": arguments}}
         tool = {"role": "tool", "tool_call_id": "1", "content": content}
@@ -259,10 +267,10 @@ async def test_api_17_echoed_tool_turns(client, engine):
     assert (await client.post(CHAT, conversation("{}", [{"type": "text", "text": "18"}])))[0] == 200
     assert rendered == {engine.requests[-1].prompt_ids}
     for arguments in ("[1]", "{bad"):
-        await refused(client, CHAT, conversation(arguments), param="messages")
+        await assert_rejected(client, CHAT, conversation(arguments), param="messages")
 
 
-async def test_messages_of_a_wrong_shape(client):
+async def test_invalid_messages(client):
     for messages in (
         "hello",
         [1],
@@ -272,29 +280,31 @@ async def test_messages_of_a_wrong_shape(client):
         [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
     ):
-        await refused(client, CHAT, {"messages": messages}, param="messages")
-    await refused(client, CHAT, {"messages": HELLO, "tools": []}, param="tools")
-    await refused(client, CHAT, {"messages": HELLO, "tool_choice": "auto"}, param="tool_choice")
-    await refused(client, CHAT, {"messages": HELLO, "echo": True}, param="echo")
+        await assert_rejected(client, CHAT, {"messages": messages}, param="messages")
+    await assert_rejected(client, CHAT, {"messages": HELLO, "tools": []}, param="tools")
+    await assert_rejected(client, CHAT, {"messages": HELLO, "tool_choice": "auto"}, param="tool_choice")
+    await assert_rejected(client, CHAT, {"messages": HELLO, "echo": True}, param="echo")
     both = {"add_generation_prompt": True, "continue_final_message": True}
-    await refused(client, CHAT, {"messages": HELLO, **both}, param="continue_final_message")
+    await assert_rejected(client, CHAT, {"messages": HELLO, **both}, param="continue_final_message")
 
 
-async def test_str_07_a_bad_stream_is_plain_json(client):
-    await refused(client, CHAT, {"messages": HELLO, "n": 0}, param="n")
-    await refused(client, COMPLETIONS, {"prompt": "a", "n": 0}, param="n")
+async def test_str_07_the_error_of_a_bad_streaming_request_is_json(client):
+    await assert_rejected(client, CHAT, {"messages": HELLO, "n": 0}, param="n")
+    await assert_rejected(client, COMPLETIONS, {"prompt": "a", "n": 0}, param="n")
     body = {"prompt": "a", "stream": True, "prompt_logprobs": 1}
-    await refused(client, COMPLETIONS, body, param="prompt_logprobs", match="stream")
+    await assert_rejected(client, COMPLETIONS, body, param="prompt_logprobs", match="stream")
 
 
 async def test_bodies_that_are_not_json_objects(client):
     for raw in (b"", b"{", b"[]", b'"a"', b"null", b"\xff", b"\xef\xbb\xbf{}", b"{'a': 1}", b'{"a": 1,}', b"\x00"):
-        await refused(client, COMPLETIONS, raw)
-    await refused(client, COMPLETIONS, b'{"prompt": "a", "prompt": "b"}', match="twice")
-    await refused(client, COMPLETIONS, b'{"prompt": ' + b"[" * 100_000, match="")
-    await refused(client, COMPLETIONS, b'{"prompt": "a", "x": ' + b"[" * 65 + b"]" * 65 + b"}", match="nested")
-    await refused(client, COMPLETIONS, b'{"prompt": "a", "x": ' + b'{"a":' * 900 + b"1" + b"}" * 901, match="nested")
-    await refused(client, COMPLETIONS, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", match="digits")
+        await assert_rejected(client, COMPLETIONS, raw)
+    await assert_rejected(client, COMPLETIONS, b'{"prompt": "a", "prompt": "b"}', match="twice")
+    await assert_rejected(client, COMPLETIONS, b'{"prompt": ' + b"[" * 100_000, match="")
+    await assert_rejected(client, COMPLETIONS, b'{"prompt": "a", "x": ' + b"[" * 65 + b"]" * 65 + b"}", match="nested")
+    await assert_rejected(
+        client, COMPLETIONS, b'{"prompt": "a", "x": ' + b'{"a":' * 900 + b"1" + b"}" * 901, match="nested"
+    )
+    await assert_rejected(client, COMPLETIONS, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", match="digits")
     deep_enough = b'{"prompt": "a", "x": ' + b"[" * 60 + b"]" * 60 + b"}"
     assert (await client.post(COMPLETIONS, deep_enough))[0] == 200
 
@@ -309,9 +319,9 @@ async def test_content_types(client):
 
 async def test_unknown_models_and_routes(client):
     for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
-        error = await refused(client, path, body | {"model": "gpt"}, param="model", match="'fake'", status=404)
+        error = await assert_rejected(client, path, body | {"model": "gpt"}, param="model", match="'fake'", status=404)
         assert error["type"] == "not_found_error"
-        await refused(client, path, body | {"model": 5}, param="model")
+        await assert_rejected(client, path, body | {"model": 5}, param="model")
     assert (await client.get("/v1/models/gpt"))[0] == 404
     assert (await client.get("/v1/chat"))[1]["error"]["code"] == 404
     status, answer = await client.get(CHAT)
@@ -320,7 +330,7 @@ async def test_unknown_models_and_routes(client):
         assert response.headers["Allow"] == "POST"
 
 
-async def test_errors_do_not_grow_with_the_input(client):
+async def test_the_length_of_errors_is_bounded(client):
     for field in ("model", "n", "seed", "logit_bias", "temperature", "response_format", "tool_choice"):
         for value in ("x" * 1_000_000, {"x" * 100_000: ["y" * 100_000] * 9}, "\u0000\u202e" * 50_000):
             status, answer = await client.chat(**{field: value})
@@ -330,13 +340,13 @@ async def test_errors_do_not_grow_with_the_input(client):
     assert len(json.dumps(answer)) < 2000
 
 
-async def test_body_over_the_limit():
+async def test_bodies_over_the_size_limit():
     async with serving(FakeEngine(), max_body_size=1000) as client:
         assert (await client.complete("the " * 200, max_tokens=1))[0] == 200
-        error = await refused(client, COMPLETIONS, {"prompt": "x" * 1000}, status=413, match="1000")
+        error = await assert_rejected(client, COMPLETIONS, {"prompt": "x" * 1000}, status=413, match="1000")
         assert error["type"] == "invalid_request_error"
 
-        async def endless():  # no Content-Length: counted while it comes
+        async def endless():  # without Content-Length, so that the size is counted on arrival
             for _ in range(5):
                 yield b"x" * 300
 
@@ -350,18 +360,18 @@ async def test_body_over_the_limit():
         assert (await client.complete())[0] == 200
 
 
-async def test_queue_full_is_503(client, engine):
+async def test_a_full_queue_is_a_503(client, engine):
     engine.queue, engine.hold_after = 2, 1
     running = [asyncio.create_task(client.complete()) for _ in range(2)]
-    while len(engine.requests) < 3:  # the golden one was first
+    while len(engine.requests) < 3:  # one was sent by the fixture
         await asyncio.sleep(0)
     await asyncio.sleep(0.05)
-    error = await refused(client, COMPLETIONS, {"prompt": "a"}, status=503, match="queue is full")
+    error = await assert_rejected(client, COMPLETIONS, {"prompt": "a"}, status=503, match="queue is full")
     assert error["type"] == "service_unavailable_error"
     engine.aborted.clear()
-    # Of several prompts in one request, those that got in are taken out again.
+    # If one of several prompts does not fit, those that were queued are aborted.
     engine.queue = 3
-    await refused(client, COMPLETIONS, {"prompt": ["a", "b"]}, status=503, streamed=False)
+    await assert_rejected(client, COMPLETIONS, {"prompt": ["a", "b"]}, status=503, streamed=False)
     assert len(engine.aborted) == 1
     engine.gate.set()
     assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]

@@ -1,4 +1,4 @@
-"""Recycling policies as users write them, good and bad, for `make_recycling` to find by their path."""
+"""Custom recycling policies, valid and invalid, that tests load by their path."""
 
 not_a_function = 3
 
@@ -17,7 +17,7 @@ def raises(use):
     raise KeyError(use.modality)
 
 
-def knows_no_video(use):
+def lacks_video(use):
     return {"text": 1.0, "image": 2.0, "table": 3.0}[use.modality]
 
 

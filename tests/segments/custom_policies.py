@@ -1,4 +1,4 @@
-"""Policies as users write them, good and bad, for `custom` to find by their path."""
+"""Custom policies, valid and invalid, that tests load by their path."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def labelled(view):
 
 
 def by_words(view):
-    cuts = [place for place in range(1, view.length) if view.text(place, place + 1).startswith(" ")]
+    cuts = [index for index in range(1, view.length) if view.text(index, index + 1).startswith(" ")]
     return tuple((start, stop, "text") for start, stop in zip([0, *cuts], [*cuts, view.length], strict=True))
 
 

@@ -1,38 +1,32 @@
-"""Requests of the OpenAI protocol, with vLLM's additions, and what they mean for the engine.
+"""Models of the API requests: OpenAI's fields and vLLM's additions.
 
-Unknown fields are ignored, as vLLM and OpenAI do. Fields that are known, would change the answer and are not built yet
-are refused by name. JSON null is the same as a field left out. Nothing is coerced: "1" and true are no numbers.
+Unknown fields are ignored, as in OpenAI and vLLM. Known fields that are not supported yet and would change the response
+are rejected by name. JSON null means that a field is absent. Values are not coerced: "1" and true are not numbers.
 """
 
 import json
-import re
-import reprlib
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from omni_jax.requests import MAX_LOGPROBS, InvalidRequest, SamplingParams
+from omni_jax.requests import MAX_LOGPROBS, InvalidRequest
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from omni_jax.requests.slo import SLO
 from serving.http import strict_json
+from serving.http.errors import bounded_repr
 
-MAX_PROMPTS = 2048  # in one /v1/completions request
+MAX_PROMPTS = 2048  # prompts in one /v1/completions request
 MAX_CHOICES = 8192  # prompts times n
 MAX_POLICY_SIZE = 16384  # characters of a segment policy as JSON; 64 named regions take about 4,000
 MAX_CACHE_SALT = 512  # characters
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
-# What a request may set of how its images and videos are prepared -> the type of its value.
+# Preprocessing option of images and videos that a request may set -> type of its value.
 PROCESSOR_OPTIONS: dict[str, type] = {"min_pixels": int, "max_pixels": int, "fps": float, "num_frames": int}
 
-_TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
-_ECHO_LIMIT = 200  # characters of the client's input in an error
 
-# Sampling parameters whose default a checkpoint's generation_config.json may set.
-MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-# Field -> the values with which it asks for nothing. Anything else would change the answer, so it is refused.
+# Unsupported field -> values that change nothing. Others would change the response, so they are rejected.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -76,22 +70,22 @@ class StreamOptions(_Strict):
 
 
 def _check_string_or_list(value: Any) -> Any:
-    """A clearer word than a union's, and a bound before anything is done with a long list."""
+    """Replaces pydantic's check of a union: one clear error, and a length limit before a long list is validated."""
     if isinstance(value, str) or value is None:
         return value
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value[: MAX_STOP_STRINGS + 1]):
         raise ValueError("must be a string or a list of strings")
     if len(value) > MAX_STOP_STRINGS:
-        raise ValueError(f"at most {MAX_STOP_STRINGS} strings, got {len(value)}")
+        raise ValueError(f"must have at most {MAX_STOP_STRINGS} strings, got {len(value)}")
     return value
 
 
 def _check_policy(value: Any) -> Any:
-    """What is in it is checked by whoever makes the policy; here it gets its bound."""
+    """Checks type and size; make_policy checks the content later."""
     if value is not None and not isinstance(value, (str, dict)):
         raise ValueError("must be a policy's name or an object")
     if value is not None and (size := len(json.dumps(value))) > MAX_POLICY_SIZE:
-        raise ValueError(f"has {size} characters, at most {MAX_POLICY_SIZE} are allowed")
+        raise ValueError(f"must have at most {MAX_POLICY_SIZE} characters as JSON, got {size}")
     return value
 
 
@@ -99,7 +93,9 @@ _OBJECTIVES = ("ttft_ms", "tpot_ms", "e2e_ms", "priority")
 
 
 class GenerationRequest(_Strict):
-    """What /v1/completions and /v1/chat/completions have in common."""
+    """Fields of every endpoint that generates text."""
+
+    prompt_field: ClassVar[str] = "prompt"  # name of the field that holds the prompt, for errors
 
     model: str | None = None
     request_id: str | None = None
@@ -132,12 +128,12 @@ class GenerationRequest(_Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
+    def _check_fields(self) -> Self:
         self.slo()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs cannot be streamed; ask with stream: false", param="prompt_logprobs")
+            raise InvalidRequest("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
         return self
 
     @property
@@ -150,60 +146,69 @@ class GenerationRequest(_Strict):
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
     def slo(self) -> SLO | None:
-        """What the client asks to be promised; None when it leaves that to the server.
+        """The request's objectives, or None if it sets none and the server's defaults apply.
 
-        Raises InvalidRequest for objectives that are not positive or absurd.
+        Raises:
+            InvalidRequest: an objective is out of range.
         """
         given = {name: value for name in _OBJECTIVES if (value := getattr(self, name)) is not None}
         return SLO(**given) if given else None
 
-    def wanted_tokens(self) -> tuple[str, int | None]:
-        """The field that says how many tokens to generate, and what it says."""
+    def without_media(self) -> Self:
+        """The request without its images and videos, which must not stay in memory while it runs."""
+        return self
+
+    def requested_tokens(self) -> tuple[str, int | None]:
+        """The field that limits the number of generated tokens, and its value."""
         return "max_tokens", self.max_tokens
 
-    def wanted_logprobs(self) -> tuple[int | None, int | None]:
-        """(logprobs, prompt_logprobs) as the engine takes them."""
+    def requested_logprobs(self) -> tuple[int | None, int | None]:
+        """(logprobs, prompt_logprobs) for SamplingParams."""
         raise NotImplementedError
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Any = None  # read by prompts(): a pydantic union would collect an error a token
+    prompt: Any = None  # validated in prompts(), because a pydantic union would collect one error per token
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     add_special_tokens: bool | None = None
     mm_processor_kwargs: Any = None
 
     @model_validator(mode="after")
-    def _fields_can_be_had(self) -> Self:
+    def _check_completion_fields(self) -> Self:
         if self.mm_processor_kwargs:
-            raise InvalidRequest("mm_processor_kwargs belongs to a chat's images", param="mm_processor_kwargs")
+            raise InvalidRequest(
+                "mm_processor_kwargs is only allowed in /v1/chat/completions", param="mm_processor_kwargs"
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest(f"best_of other than n is not supported yet, got {self.best_of}", param="best_of")
+            raise InvalidRequest(
+                f"best_of is not supported yet unless it equals n, got {self.best_of}", param="best_of"
+            )
         return self
 
-    def wanted_tokens(self) -> tuple[str, int | None]:
+    def requested_tokens(self) -> tuple[str, int | None]:
         return "max_tokens", COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def wanted_logprobs(self) -> tuple[int | None, int | None]:
-        of_prompt = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]
-        return self.logprobs, max(of_prompt, default=None)
+    def requested_logprobs(self) -> tuple[int | None, int | None]:
+        for_prompt = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]
+        return self.logprobs, max(for_prompt, default=None)
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or its token ids.
+        """The prompts, each a text or token ids.
 
         Raises:
-            InvalidRequest: absent, empty, of another type, or too many.
+            InvalidRequest: prompts are absent, empty, of a wrong type, or too many.
         """
         given = self.prompt
         if isinstance(given, str) or (isinstance(given, list) and given and _is_token_list(given)):
             given = [given]
         if not isinstance(given, list):
-            raise InvalidRequest(f"prompt must be {_PROMPT_TYPES}, got {_shown(given)}", param="prompt")
+            raise InvalidRequest(f"prompt must be {_PROMPT_TYPES}, got {bounded_repr(given)}", param="prompt")
         if len(given) > MAX_PROMPTS or len(given) * (self.n or 1) > MAX_CHOICES:
             raise InvalidRequest(
-                f"at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices in one request, "
+                f"a request may have at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices, "
                 f"got {len(given)} prompts with n {self.n or 1}",
                 param="prompt",
             )
@@ -211,7 +216,7 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest("prompt must not be empty: send at least one token", param="prompt")
         texts = all(isinstance(prompt, str) for prompt in given)
         if not texts and not all(isinstance(prompt, list) and _is_token_list(prompt) for prompt in given):
-            raise InvalidRequest(f"prompt must be {_PROMPT_TYPES}, got {_shown(given)}", param="prompt")
+            raise InvalidRequest(f"prompt must be {_PROMPT_TYPES}, got {bounded_repr(given)}", param="prompt")
         return given
 
 
@@ -232,7 +237,7 @@ class Tool(_Strict):
 
 
 class Conversation(_Strict):
-    """The fields that say what the chat template is given. `omni_jax.inputs` looks into the messages."""
+    """Fields that the chat template renders. `omni_jax.inputs` validates the messages."""
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
@@ -244,14 +249,14 @@ class Conversation(_Strict):
     mm_processor_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _template_can_do_it(self) -> Self:
+    def _check_template_fields(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequest(
-                "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
+                "add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message"
             )
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest(
-                f"tool_choice {_shown(self.tool_choice)} is not supported yet, only 'none' and 'auto'",
+                f"tool_choice must be 'none' or 'auto'; {bounded_repr(self.tool_choice)} is not supported yet",
                 param="tool_choice",
             )
         if self.tool_choice == "auto" and not self.tools:
@@ -259,7 +264,11 @@ class Conversation(_Strict):
         return self
 
     def template_arguments(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of `Tokenizer.render_chat`; the tools are the client's own, from `body`."""
+        """Keyword arguments of `Tokenizer.render_chat`.
+
+        Args:
+            body: the JSON body, for the tools as the client sent them: `Tool` keeps only some of their fields.
+        """
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
@@ -276,29 +285,34 @@ class Conversation(_Strict):
 class ChatRequest(GenerationRequest, Conversation):
     """POST /v1/chat/completions."""
 
+    prompt_field: ClassVar[str] = "messages"
+
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: int | None = None
 
     @model_validator(mode="after")
-    def _logprobs_agree(self) -> Self:
+    def _check_chat_fields(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
         if self.echo:
-            raise InvalidRequest("echo is not supported in a chat; use /v1/completions", param="echo")
+            raise InvalidRequest("echo is not supported for chats; use /v1/completions", param="echo")
         return self
 
-    def wanted_tokens(self) -> tuple[str, int | None]:
+    def without_media(self) -> Self:
+        return self.model_copy(update={"messages": []})
+
+    def requested_tokens(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
-    def wanted_logprobs(self) -> tuple[int | None, int | None]:
+    def requested_logprobs(self) -> tuple[int | None, int | None]:
         return (self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs
 
 
 class TokenizeRequest(_Strict):
-    """POST /tokenize with a text."""
+    """POST /tokenize with a `prompt`."""
 
     model: str | None = None
     prompt: str
@@ -307,7 +321,7 @@ class TokenizeRequest(_Strict):
 
 
 class TokenizeChatRequest(Conversation):
-    """POST /tokenize with messages."""
+    """POST /tokenize with `messages`."""
 
     model: str | None = None
     return_token_strs: bool | None = None
@@ -324,125 +338,57 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a body; InvalidRequest when it is anything else or asks for what is not built."""
+    """The JSON object in a body.
+
+    Raises:
+        InvalidRequest: the body is not a JSON object, or has a field that is not supported.
+    """
     body = strict_json.loads(raw)
     if not isinstance(body, dict):
-        raise InvalidRequest(f"the body must be a JSON object, got {_shown(body)}")
-    for name, harmless in _UNSUPPORTED.items():
+        raise InvalidRequest(f"the body must be a JSON object, got {bounded_repr(body)}")
+    for name, neutral in _UNSUPPORTED.items():
         value = body.get(name)
-        if value is not None and value not in harmless:
-            raise InvalidRequest(f"{name} is not supported yet, got {_shown(value)}", param=name)
+        if value is not None and value not in neutral:
+            raise InvalidRequest(f"{name} is not supported yet, got {bounded_repr(value)}", param=name)
     return body
 
 
 def validate(kind: type[R], body: dict[str, Any]) -> R:
-    """`body` as a `kind`; InvalidRequest names the first field that is wrong."""
+    """`body` as a `kind`. Raises InvalidRequest for the first invalid field."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        if isinstance(cause := first.get("ctx", {}).get("error"), InvalidRequest):  # raised by a validator of ours
+        if isinstance(cause := first.get("ctx", {}).get("error"), InvalidRequest):  # raised in a validator above
             raise cause from None
         where = first["loc"]
         path = ".".join(str(step) for step in where if not (isinstance(step, str) and "[" in step))
         message = first["msg"].removeprefix("Value error, ")
-        given = "" if first["type"] in ("missing", "value_error") else f", got {_shown(first['input'])}"
+        given = "" if first["type"] in ("missing", "value_error") else f", got {bounded_repr(first['input'])}"
         raise InvalidRequest(f"{path}: {message}{given}", param=str(where[0]) if where else None) from None
 
 
 def processor_options(
     given: Mapping[str, Any], *, where: str, param: str, known: Collection[str] = PROCESSOR_OPTIONS
 ) -> dict[str, int | float]:
-    """The options in `given`, nulls left out. InvalidRequest for unknown ones, and for values that are no positive
-    numbers; whether they are within the server's bounds is the inputs' to say.
+    """The options in `given` that are not null. The server's limits are checked later.
 
     Args:
-        where: what the client called `given`.
-        param: the field of the request it is in.
-        known: which of PROCESSOR_OPTIONS may be given.
+        where: path of `given` in the request, for errors.
+        param: the request's field that contains `given`.
+        known: the allowed ones of PROCESSOR_OPTIONS.
+
+    Raises:
+        InvalidRequest: an option is unknown, or its value is not a positive number.
     """
     options = {name: value for name, value in given.items() if value is not None}
     for name, value in options.items():
         if name not in known:
-            raise InvalidRequest(f"{where} has {_shown(name)}, expected some of {', '.join(known)}", param=param)
+            raise InvalidRequest(
+                f"{where} has the unknown option {bounded_repr(name)}; known are {', '.join(known)}", param=param
+            )
         whole = PROCESSOR_OPTIONS[name] is int
         if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < float("inf"):
             kind = "a whole number" if whole else "a number"
-            raise InvalidRequest(f"{where}.{name} must be {kind} above 0, got {_shown(value)}", param=param)
+            raise InvalidRequest(f"{where}.{name} must be {kind} above 0, got {bounded_repr(value)}", param=param)
     return options
-
-
-def sampling_params(
-    request: GenerationRequest,
-    *,
-    defaults: Mapping[str, Any],
-    max_model_len: int,
-    vocab_size: int,
-    prompt_tokens: int,
-) -> SamplingParams:
-    """What the engine is told.
-
-    max_tokens beyond the context's room is cut to it (as vLLM does), beyond the context itself it is refused. A prompt
-    that fills the context exactly can still be scored with max_tokens 0.
-
-    Args:
-        defaults: of the checkpoint's generation_config.json; used only where the request says nothing.
-        max_model_len: tokens of prompt and output together.
-        vocab_size: token ids are below it.
-        prompt_tokens: length of the (one) prompt.
-    """
-    given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
-    of_model = {name: value for name in MODEL_DEFAULTS if (value := defaults.get(name)) is not None}
-    logprobs, prompt_logprobs = request.wanted_logprobs()
-    params = SamplingParams(
-        **(of_model | given),
-        max_tokens=_fit(request, max_model_len, prompt_tokens),
-        logit_bias=_logit_bias(request.logit_bias or {}),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
-    params.check_vocabulary(vocab_size)
-    return params
-
-
-_AS_THEY_ARE = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-    "skip_special_tokens",
-)
-
-
-def _fit(request: GenerationRequest, max_model_len: int, prompt_tokens: int) -> int:
-    name, wanted = request.wanted_tokens()
-    if wanted is not None and not 0 <= wanted <= max_model_len:
-        raise InvalidRequest(
-            f"{name} must be from 0 to this model's maximum context length of {max_model_len} tokens, got {wanted}",
-            param=name,
-        )
-    room = max_model_len - prompt_tokens
-    if room < 0 or (room == 0 and wanted != 0):
-        more = "at least one token was" if wanted is None else f"{wanted} tokens were"
-        raise InvalidRequest(
-            f"this model's maximum context length is {max_model_len} tokens, but the prompt has {prompt_tokens} tokens "
-            f"and {more} requested beyond it; shorten the prompt",
-            param="messages" if isinstance(request, ChatRequest) else "prompt",
-        )
-    return room if wanted is None else min(wanted, room)
-
-
-def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
-    for key in given:
-        if not _TOKEN_ID.fullmatch(key):
-            raise InvalidRequest(f"logit_bias: keys must be token ids, got {_shown(key)}", param="logit_bias")
-    return {int(key): bias for key, bias in given.items()}
-
-
-class _Bounded(reprlib.Repr):
-    def __init__(self):
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = 80
-
-
-def _shown(value: Any) -> str:
-    """A bounded image of what a client sent."""
-    return _Bounded().repr(value)[:_ECHO_LIMIT]

@@ -1,4 +1,4 @@
-"""Segment policies of somebody's own, good and bad, and controllers of compression."""
+"""Custom functions, good and bad: segment policies and compression controllers."""
 
 
 def halves(view):
@@ -19,7 +19,7 @@ def raises(view):
 
 
 def sometimes(view):
-    """Leaves the end out where the text says so."""
+    """Leaves out the last token of prompts with the text "bad"."""
     return [(0, view.length - ("bad" in view.text(0, view.length)))]
 
 

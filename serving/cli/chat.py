@@ -1,0 +1,140 @@
+"""`omni-jax chat`: a conversation in the terminal."""
+
+import contextlib
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from serving.cli.generate import Sampling, check_sampling, load_model, sampling_params
+from serving.cli.options import Cache, Config, Encoder, LogLevel, Model, Parallel
+from serving.cli.support import expected_errors, log_to_stderr, usage_error
+
+EXAMPLE = 'omni-jax chat ~/models/SmolLM2-135M-Instruct --system "Answer in one sentence."'
+
+HELP = """\
+/image FILE [FILE ...]   add images to the next message
+/video FILE [FILE ...]   add videos to the next message
+/system TEXT             start again with this system prompt
+/undo                    take back the last question and its answer
+/clear                   forget the conversation
+/help                    show this
+/exit                    leave (or Ctrl-D)"""
+
+
+def chat(
+    model: Path,
+    /,
+    *,
+    system: str | None = None,
+    config: Config = None,
+    log_level: LogLevel = "warning",
+    sampling: Sampling = None,
+    model_settings: Model = None,
+    cache: Cache = None,
+    encoder: Encoder = None,
+    parallel: Parallel = None,
+) -> int:
+    """Talk to a model in the terminal. /help lists what can be typed besides messages.
+
+    Args:
+        model: Model directory in Hugging Face layout.
+        system: System prompt.
+        config: JSON or YAML file of settings: flags by their names. Flags and variables override it.
+        log_level: Least severe messages that are logged.
+    """
+    log_to_stderr(log_level)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  arrow keys and history in input()
+    check_sampling(sampling)
+    with load_model(model, model_settings, cache, encoder, parallel) as llm:
+        if not llm.tokenizer.has_chat_template:
+            usage_error(f"{model} has no chat template; `omni-jax generate {model} PROMPT` continues a text")
+        params = sampling_params(llm, sampling)
+        conversation = Conversation(system)
+        print("/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:
+                print()
+                continue
+            if line == "/exit":
+                return 0
+            if line.startswith("/"):
+                print(conversation.command(line), file=sys.stderr)
+                continue
+            if line:
+                _answer(llm, params, conversation, line)
+
+
+def _answer(llm: Any, params: Any, conversation: "Conversation", text: str) -> None:
+    """Streams an answer. What was shown of it stays in the conversation when Ctrl-C stops it; a message that the model
+    refuses does not."""
+    pieces: list[str] = []
+    try:
+        with contextlib.closing(llm.stream(conversation.ask(text), params)) as answer:
+            for piece in answer:
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    except expected_errors() as error:
+        conversation.undo()
+        print(f"omni-jax: {error}", file=sys.stderr)
+        return
+    print()
+    conversation.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+class Conversation:
+    """The messages so far, and the media that wait for the next one."""
+
+    def __init__(self, system: str | None):
+        self.media: list[dict[str, str]] = []
+        self._start(system)
+
+    def _start(self, system: str | None) -> None:
+        self._system = system
+        self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+
+    def ask(self, text: str) -> list[dict[str, Any]]:
+        """Adds a question, with the media that wait. Returns all messages."""
+        content = [*self.media, {"type": "text", "text": text}] if self.media else text
+        self.media = []
+        self.messages.append({"role": "user", "content": content})
+        return self.messages
+
+    def undo(self) -> bool:
+        """Drops the last question and what follows it."""
+        places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        if places:
+            del self.messages[places[-1] :]
+        return bool(places)
+
+    def command(self, line: str) -> str:
+        """Carries out a line that begins with /. Returns what to show."""
+        name, _, rest = line.partition(" ")
+        if name in ("/image", "/video"):
+            try:
+                paths = [Path(word).expanduser() for word in shlex.split(rest)]
+            except ValueError as error:  # a quote that is not closed
+                return f"{error}: {rest}"
+            missing = [str(path) for path in paths if not path.is_file()]
+            if missing or not paths:
+                return f"there is no file {', '.join(missing)}" if missing else f"{name} needs a file"
+            kind = name[1:]
+            self.media += [{"type": kind, kind: str(path)} for path in paths]
+            return f"{len(self.media)} file(s) go with the next message"
+        if name == "/system":
+            self._start(rest.strip() or None)
+            return "started again with this system prompt"
+        if name == "/clear":
+            self.media = []
+            self._start(self._system)
+            return "forgot the conversation"
+        if name == "/undo":
+            return "took back the last question" if self.undo() else "there is nothing to take back"
+        return HELP if name == "/help" else f"there is no {name}\n{HELP}"

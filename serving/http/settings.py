@@ -1,0 +1,151 @@
+"""Settings of the HTTP server, by panel. Names are vLLM's where it has them."""
+
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, cast
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from omni_jax.settings import Settings
+
+MODALITIES = ("image", "video")
+DEFAULT_LIMITS: Mapping[str, int] = {"image": 16, "video": 1}  # parts in a request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings(Settings):
+    """The address and the limits of the server.
+
+    Attributes:
+        host: Address to listen on; 0.0.0.0 is every interface.
+        port: Port to listen on; 0 takes a free one.
+        served_model_name: Names of the model in the API. Default: the name of the model's directory.
+        max_body_size: Maximum number of bytes of a request's body. An image in it takes a third more than its file.
+        shutdown_timeout: Seconds that running requests get to finish after SIGTERM or SIGINT.
+        access_log: Log a line for each request.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    served_model_name: tuple[str, ...] = ()
+    max_body_size: Annotated[int, Ge(1)] = 64 * 2**20
+    shutdown_timeout: Annotated[float, Ge(0), Lt(math.inf)] = 30.0
+    access_log: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not all(self.served_model_name):
+            raise ValueError("served_model_name must not be empty")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaSettings(Settings):
+    """Images and videos in requests.
+
+    Attributes:
+        limit_mm_per_prompt: Maximum number of images and videos in a request: image=16,video=1 or JSON. A modality that
+            is left out keeps its default.
+        allow_mm_processor_kwargs: Let requests set min_pixels, max_pixels, fps and num_frames.
+    """
+
+    limit_mm_per_prompt: str | Mapping[str, int] = "image=16,video=1"
+    allow_mm_processor_kwargs: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        limits = self.limit_mm_per_prompt
+        limits = _parse_limits(limits) if isinstance(limits, str) else limits
+        for name, limit in limits.items():
+            if name not in MODALITIES or type(limit) is not int or limit < 0:
+                raise ValueError(
+                    f"a media limit must be 'image' or 'video' and a number from 0, got {name!r}: {limit!r}"
+                )
+        self._replace("limit_mm_per_prompt", {**DEFAULT_LIMITS, **limits})
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The limit of each modality."""
+        return cast(Mapping[str, int], self.limit_mm_per_prompt)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaAccessSettings(Settings):
+    """Where images and videos may be fetched from, and how large one of them may be.
+
+    Attributes:
+        allowed_media_domains: Host names that media may be fetched from, also by redirects, without their subdomains. A
+            host with a private address needs allow_private_media_addresses, too. Default: any host.
+        allowed_local_media_path: Directory of files that requests may name. Default: none.
+        allow_private_media_addresses: Fetch media also from this machine and from private networks.
+        media_timeout: Seconds to fetch one image or video, including redirects.
+        max_media_bytes: Maximum number of bytes of one image or video.
+        max_media_redirects: Maximum number of redirects for one image or video.
+    """
+
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: Path | None = None
+    allow_private_media_addresses: bool = False
+    media_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 5.0
+    max_media_bytes: Annotated[int, Ge(1)] = 64 * 2**20
+    max_media_redirects: Annotated[int, Ge(0)] = 5
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._replace("allowed_media_domains", tuple(map(_domain, self.allowed_media_domains)))
+        if self.allowed_local_media_path is not None:
+            real = Path(os.path.realpath(self.allowed_local_media_path))
+            if not real.is_dir():
+                raise ValueError(f"allowed_local_media_path must be a directory, got {self.allowed_local_media_path}")
+            self._replace("allowed_local_media_path", real)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecuritySettings(Settings):
+    """Which clients may use the server, and what requests may make it do.
+
+    Attributes:
+        api_key: Keys of which a request must send one as its bearer token. Default: no key is needed.
+        allow_request_segment_policy: Let requests set segment_policy.
+    """
+
+    api_key: tuple[str, ...] = ()
+    allow_request_segment_policy: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not all(self.api_key):  # an unset shell variable must not open the server
+            raise ValueError("api_key must not be empty")
+
+
+def _parse_limits(text: str) -> dict[str, int]:
+    """The limits in `image=4,video=1` or, as in vLLM, `{"image": 4, "video": 1}`.
+
+    Raises:
+        ValueError: another format. MediaSettings checks names and numbers.
+    """
+    try:
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        return {name.strip(): int(count) for name, count in (pair.split("=") for pair in text.split(","))}
+    except ValueError:
+        raise ValueError(
+            f'media limits must be like image=4,video=1 or {{"image": 4, "video": 1}}, got {text!r}'
+        ) from None
+
+
+def _domain(given: str) -> str:
+    """The normal form of a host name. Raises ValueError for anything else, such as a URL."""
+    from yarl import URL  # here, since `--help` need not wait for it
+
+    with contextlib.suppress(ValueError):
+        name = URL.build(scheme="http", host=given.strip().rstrip(".")).raw_host
+        if name and not re.search(r"[\s/@*%]", name) and (":" not in name or ipaddress.ip_address(name)):
+            return name.lower()
+    raise ValueError(f"an allowed media domain must be a host name such as images.example.com, got {given!r}")
