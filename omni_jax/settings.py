@@ -9,6 +9,13 @@ import dataclasses
 import functools
 from typing import Any, get_type_hints
 
+_PLAIN = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -39,7 +46,10 @@ class Settings:
 
 def expected(error: Any) -> str:
     """What a pydantic.ValidationError says a value should be, without its heading and links."""
-    return " or ".join(dict.fromkeys(fault["msg"].removeprefix("Input should ") for fault in error.errors()))
+    text = " or ".join(dict.fromkeys(fault["msg"].removeprefix("Input should ") for fault in error.errors()))
+    for words, plain in _PLAIN.items():
+        text = text.replace(words, plain)
+    return text
 
 
 @functools.cache

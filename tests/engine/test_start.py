@@ -124,10 +124,10 @@ def test_a_cache_without_a_usable_block_is_refused(dry, blocks):
     [
         ({"max_model_len": 1025}, "1025 is more than the model's 1024 positions"),
         ({"max_num_seqs": 65}, r"max_num_batched_tokens \(64\) must be at least max_num_seqs \(65\)"),
-        ({"dtype": "int8"}, "dtype must be auto, float32 or bfloat16, got 'int8'"),
+        ({"dtype": "int8"}, "dtype must be 'auto', 'float32' or 'bfloat16', got 'int8'"),
         ({"block_size": 24}, "power of two, got 24"),
         ({"max_num_seqs": 0}, "at least 1, got 0"),
-        ({"gpu_memory_utilization": 1.5}, r"\(0, 1\], got 1.5"),
+        ({"gpu_memory_utilization": 1.5}, "must be at most 1, got 1.5"),
         ({"generation_config": "none"}, "got 'none'"),
     ],
 )

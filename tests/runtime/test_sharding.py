@@ -58,10 +58,10 @@ def test_md_01_kv_heads_are_repeated_where_there_are_more_devices(devices, kv_he
 @pytest.mark.parametrize(
     ("changes", "devices", "named"),
     [
-        ({}, 3, "2 KV heads, 8 attention heads, 128 inner columns, 512 tokens of the vocabulary cannot be shared out"),
-        ({}, 16, "16 devices: 8 attention heads cannot be shared out"),
+        ({}, 3, "2 KV heads, 8 attention heads, 128 intermediate columns, 512 tokens of the vocabulary do not divide"),
+        ({}, 16, "16 devices: 8 attention heads do not divide"),
         ({"vocab_size": 511}, 2, "511 tokens of the vocabulary"),
-        ({"intermediate_size": 100}, 8, "100 inner columns cannot be shared out. Possible .* 1, 2, 4$"),
+        ({"intermediate_size": 100}, 8, "100 intermediate columns do not divide. Possible .* 1, 2, 4$"),
         ({"num_key_value_heads": 3, "num_attention_heads": 12}, 2, "3 KV heads"),
     ],
 )
@@ -83,7 +83,7 @@ def test_meshes_and_their_rows():
     mesh = make_mesh(devices, data=2, model=3)
     assert dict(mesh.shape) == {"data": 2, "model": 3}
     assert [row.devices.tolist() for row in replica_meshes(mesh)] == [[devices[:3]], [devices[3:6]]]
-    with pytest.raises(ValueError, match=r"data=3 x model=3 needs 9 devices, and there are 8"):
+    with pytest.raises(ValueError, match=r"data=3 x model=3 needs 9 devices, but there are 8"):
         make_mesh(devices, data=3, model=3)
     with pytest.raises(ValueError, match="at least one"):
         make_mesh(devices, data=0)

@@ -240,5 +240,5 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_with_the_sizes():
 
 
 def test_more_devices_than_there_are_are_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=r"needs 16 devices, and there are 8"):
+    with pytest.raises(ValueError, match=r"needs 16 devices, but there are 8"):
         compile_tiny(TEXT, tensor_parallel_size=16)

@@ -11,6 +11,7 @@ import sys
 
 from serving.http.lifecycle import CannotListen, bind, run_server
 from serving.http.server import make_app
+from serving.http.settings import ServerSettings
 from tests.serving.fake_engine import FakeEngine
 
 

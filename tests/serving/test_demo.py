@@ -31,7 +31,7 @@ def test_demo(terminal):
         assert question[:20] in out
     assert f"Together: {total} tokens in " in out
     assert "0 compilations after warm-up" in out
-    assert re.search(r"KV pool at most \d+\.\d %", out)
+    assert re.search(r"KV cache usage at most \d+\.\d %", out)
     assert out.endswith("The server stopped with exit code 0.\n")
     assert ("\x1b" in out) == terminal
     rows = [line for line in out.splitlines() if " ms " in line]
@@ -41,7 +41,7 @@ def test_demo(terminal):
 
 def test_a_server_that_does_not_start():
     command = [sys.executable, "-c", "raise SystemExit(3)"]
-    with pytest.raises(SystemExit, match="exit code 3 before it was ready"):
+    with pytest.raises(SystemExit, match="exited with code 3 before it was ready"):
         demo.demonstrate(command, "http://127.0.0.1:9", "fake", Console(file=io.StringIO()))
 
 

@@ -36,7 +36,7 @@ def test_a_file_of_settings_may_have_it(served, invoke, tmp_path):
         (["--mesh", "data=2,model=4", "-tp", "4"], "leave out --tensor-parallel-size and --data-parallel-size"),
         (["--mesh", "2x4"], "--mesh must be like data=2,model=4, got '2x4'"),
         (["--mesh", "data=0"], "must be like"),
-        (["-tp", "0"], "tensor_parallel_size must be greater than or equal to 1, got 0"),
+        (["-tp", "0"], "tensor_parallel_size must be at least 1, got 0"),
     ],
 )
 def test_what_is_no_mesh_is_a_usage_error(served, invoke, tmp_path, flags, told):
