@@ -45,7 +45,7 @@ async def server():
         engine = AsyncEngine(EngineConfig(model_dir=model_dir))
         await engine.start()
     try:
-        async with serving(engine, served_model_names=["tiny"]) as client:
+        async with serving(engine, served_model_name=["tiny"]) as client:
             yield engine, client
     finally:
         await engine.stop()
