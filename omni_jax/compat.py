@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 from pathlib import Path
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _counts = {"compiled": 0, "cache_hits": 0}
@@ -47,8 +50,18 @@ def cache_hits() -> int:
 
 def use_compilation_cache(directory: Path) -> None:
     """Cache every compiled program under `directory`, small and quickly compiled ones too."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning(
+            "programs are compiled at every start: %s cannot be made (%s); set --compilation-cache-dir",
+            directory,
+            error,
+        )
+        return
     jax.config.update("jax_compilation_cache_dir", str(directory))
+    # XLA's own caches put their path into the key of every entry: a cache that was moved would never be hit.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _write_whole_entries()

@@ -7,7 +7,8 @@ place.
 
 import dataclasses
 import functools
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 _PLAIN = {
     "greater than or equal to": "at least",
@@ -34,6 +35,8 @@ class Settings:
                 adapter.validate_python(value, strict=True)
             except ValidationError as error:
                 raise ValueError(f"{name} must {expected(error)}, got {value!r}") from None
+            if str(value).startswith("~") and Path in get_args(get_type_hints(type(self))[name]):
+                self._replace(name, Path(value).expanduser())
 
     def values(self) -> dict[str, Any]:
         """Field names to values, of this class and its bases."""

@@ -1,6 +1,7 @@
 """Strict reader of YAML and JSON files: plain values only, text as keys, each key once."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,20 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """YAML 1.1 reads 010 as 8, 1_0 as 10 and 1:30 as 90."""
+    if not re.fullmatch(r"[+-]?(0|[1-9][0-9]*)", node.value):
+        line = node.start_mark.line + 1
+        raise ValueError(f"line {line}: {node.value} is not a decimal integer; put it in quotes if it is text")
+    return int(node.value)
+
+
 _Loader.yaml_constructors = {
     tag: constructor
     for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag.rpartition(":")[2] in _PLAIN
 }
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)  # a date stays text
 
 
@@ -38,12 +48,14 @@ def read_mapping(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     kind = "JSON" if path.suffix.lower() == ".json" else "YAML"
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
         tree = json.loads(text, object_pairs_hook=_mapping) if kind == "JSON" else yaml.load(text, _Loader)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: not {kind}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
+    if tree is None:  # nothing but comments
+        return {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of keys to values, got {type(tree).__name__}")
     return tree

@@ -32,7 +32,6 @@ def test_a_date_stays_text(tmp_path):
         ("x.yaml", "{? [a] : 1}", "the key .'a'. is not text"),
         ("x.yaml", "on: 1", "the key True is not text; put it in quotes"),
         ("x.yaml", "- a", "expected a mapping of keys to values, got list"),
-        ("x.yaml", "", "expected a mapping of keys to values, got NoneType"),
         ("x.json", "{", "not JSON"),
         ("x.json", '{"a": {"b": 1, "b": 1}}', "b is given twice"),
         ("x.json", "[]", "expected a mapping of keys to values, got list"),

@@ -42,6 +42,11 @@ class ModelSettings(Settings):
     compilation_cache_dir: Path | str | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chat_template is not None and self.chat_template.startswith("~/"):
+            self._replace("chat_template", str(Path(self.chat_template).expanduser()))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSettings(Settings):

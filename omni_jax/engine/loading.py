@@ -60,7 +60,8 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         ValueError: the settings do not fit the model, the devices or the memory.
     """
     report = progress or (lambda *_: None)
-    compat.use_compilation_cache(Path(config.compilation_cache_dir or _default_cache()))
+    if (cache := config.compilation_cache_dir or _default_cache()) is not None:
+        compat.use_compilation_cache(Path(cache))
     compat.count_compilations()
     channel = _join(config)
     whole = make_mesh(jax.devices(), data=config.data_parallel_size, model=config.tensor_parallel_size)
@@ -396,5 +397,9 @@ def _default_sampling(generation: dict) -> dict[str, Any]:
     return {name: generation[name] for name in DEFAULT_SAMPLING if generation.get(name) is not None}
 
 
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-jax" / "xla"
+def _default_cache() -> Path | None:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):  # containers run under users that have no home
+        logger.warning("no compilation cache: there is no home directory; set --compilation-cache-dir")
+        return None
+    return Path(home) / "omni-jax" / "xla"

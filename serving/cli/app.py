@@ -1,21 +1,22 @@
 """The application: how arguments, environment and a file of settings become the parameters of a command."""
 
+import io
+import os
+import re
 import sys
 import typing
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
-from cyclopts.config import Dict, Env
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError
 from cyclopts.help import ColumnSpec, DefaultFormatter, HelpEntry
 
 from omni_jax.settings import expected
-from serving.cli import config_file
 from serving.cli.options import SHORT_FORMS
-from serving.cli.support import INTERRUPTED, usage_error
+from serving.cli.sources import check_tokens, from_file, from_variables
+from serving.cli.support import BROKEN_PIPE, INTERRUPTED, usage_error
 
-ENV_PREFIX = "OMNI_JAX_"
 _METAVARS = {"CHOICE": "NAME", "PATH|STR": "PATH", "STR|(MAPPING[STR, ANY])": "STR", "STR|(MAPPING[STR, INT])": "STR"}
 _NAME_WIDTH = 34  # of --no-enable-adaptive-compression, the longest flag
 
@@ -50,38 +51,10 @@ def _description(entry: HelpEntry) -> Any:
     return text
 
 
-def _settings_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Takes what was not given by a flag or a variable from the file that --config names."""
-    for argument in arguments:
-        if argument.name == "--config" and argument.tokens:
-            path = argument.tokens[0].value
-            try:
-                settings = config_file.load(path)
-            except (OSError, ValueError) as error:
-                raise CycloptsError(msg=str(error)) from None
-            Dict(settings, source=path, use_commands_as_keys=False)(app, commands, arguments)
-
-
-def _whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuses a fraction for a whole number, which would be rounded."""
-    for argument in arguments:
-        kinds = set(_kinds(argument.hint))
-        for token in argument.tokens if int in kinds and not kinds & {float, str} else ():
-            if not token.value.lstrip("+-").isdecimal():
-                raise CycloptsError(msg=f"{argument.name} must be a whole number, got {token.value!r}")
-
-
-def _kinds(hint: Any) -> list[Any]:
-    parts = typing.get_args(hint)
-    if not parts:
-        return [hint]
-    return [
-        kind for part in (parts[:1] if typing.get_origin(hint) is typing.Annotated else parts) for kind in _kinds(part)
-    ]
-
-
 def _in_a_line(error: Exception) -> str:
     """Cyclopts checks limits by itself once pydantic is imported, and repeats pydantic's three lines."""
+    if isinstance(error, UnknownOptionError) and re.match(r"-[^-]", error.token.value or error.token.keyword or ""):
+        return "unknown option; a value that begins with - must be written as --flag=VALUE"  # it may be a secret
     cause, argument = error.__cause__, getattr(error, "argument", None)
     if argument is None or not hasattr(cause, "errors"):
         return str(error)
@@ -94,9 +67,9 @@ app = App(
     help="An inference engine in JAX with an OpenAI-compatible server.",
     help_epilogue="Every command has --help with an example.",
     version=lambda: f"omni-jax {version('omni-jax')}",
-    config=(Env(ENV_PREFIX, command=False), _settings_file, _whole_numbers),
+    config=(from_variables, from_file, check_tokens),
     default_parameter=Parameter(
-        consume_multiple=True,
+        consume_multiple=1,  # at least one
         allow_repeating=True,  # the last value of a flag wins, as in argparse
         negative_iterable=(),
         show_env_var=False,
@@ -115,12 +88,31 @@ app.register_install_completion_command(name="--install-completion")
 
 def main(arguments: Sequence[str] | None = None) -> typing.NoReturn:
     """Runs a command and exits with its code: 2 for wrong arguments, 1 where the command failed."""
-    words = [SHORT_FORMS.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 gets escapes, not a traceback
     try:
+        words = _long_forms(sys.argv[1:] if arguments is None else arguments)
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except (CycloptsError, ValueError) as error:
         usage_error(_in_a_line(error))
     try:
-        sys.exit(command(*bound.args, **bound.kwargs))
+        code = command(*bound.args, **bound.kwargs)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        code = INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = BROKEN_PIPE
+    sys.exit(code)
+
+
+def _long_forms(words: Sequence[str]) -> list[str]:
+    """Writes vLLM's short forms out, up to a --."""
+    written = []
+    for number, word in enumerate(words):
+        if word == "--":
+            return [*written, *words[number:]]
+        name, equals, value = word.partition("=")
+        written.append(f"{SHORT_FORMS.get(name, name)}{equals}{value}")
+    return written

@@ -40,6 +40,7 @@ def convert(
     from omni_jax.engine.config import parse_mesh
     from omni_jax.progress import progress_bar
 
+    source, out_dir = source.expanduser(), out_dir.expanduser()
     if orbax and safetensors:
         usage_error("give --orbax or --safetensors, not both")
     if mesh is not None and not orbax:
@@ -94,7 +95,7 @@ def check(model: Path, /, *, as_json: AsJson = False) -> int:
     from checkpoints.reader import check as check_directory
 
     try:
-        report, ok = check_directory(model), True
+        report, ok = check_directory(model.expanduser()), True
     except CheckpointError as error:
         report, ok = str(error), False
     if as_json:

@@ -104,8 +104,8 @@ def generate(
             pieces.append(piece)
             if not as_json:
                 print(piece, end="", flush=True)
-    except BrokenPipeError:  # the reader of our output has ended, as `head` does
-        return 0
+    except BrokenPipeError:  # an OSError, but not one of the model
+        raise
     except expected_errors() as error:
         logging.getLogger(__name__).debug("generate failed", exc_info=True)
         fail(str(error))

@@ -4,6 +4,7 @@ Each panel shows a class of settings: its fields are the flags, its docstring is
 """
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
@@ -61,6 +62,11 @@ def descriptions(settings: type) -> dict[str, str]:
         for entry in docstring_parser.parse(base.__doc__ or "").params:
             found[entry.arg_name] = " ".join((entry.description or "").split())
     return found
+
+
+def field_names(settings: Iterable[type]) -> list[str]:
+    """The fields of classes of settings, spelt as flags without the dashes."""
+    return [field.name.replace("_", "-") for kind in settings for field in dataclasses.fields(kind)]
 
 
 def select(settings: type[Settings], *names: str) -> type[Settings]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import signal
 from pathlib import Path
 
@@ -50,8 +51,14 @@ def serve(
     """
     log_to_stderr(log_level)
     if model is None:
-        usage_error("give the model's directory: omni-jax serve MODEL, or the key model in the file of --config")
+        usage_error(
+            "give the model's directory: omni-jax serve MODEL, before flags that take several values, or the key model "
+            "in the file of --config"
+        )
     server = server or ServerSettings()
+    for name in server.served_model_name:
+        if os.sep in name and Path(name).is_dir():
+            usage_error(f"served_model_name {name!r} is a directory: give MODEL before flags that take several values")
     if not server.served_model_name:
         server = dataclasses.replace(server, served_model_name=(model.resolve().name,))
     engine_settings = engine_config(model.expanduser(), model_settings, cache, scheduling, encoder, parallel)

@@ -1,5 +1,6 @@
 """What the commands share: the engine's settings, errors in one line, the log."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from omni_jax.settings import Settings
 if TYPE_CHECKING:
     from omni_jax.engine.config import EngineConfig
 
-FAILURE, USAGE, INTERRUPTED = 1, 2, 130  # exit codes
+FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # exit codes
 
 
 def engine_config(model_dir: Path, *panels: Settings | None, **options: Any) -> "EngineConfig":
@@ -56,8 +57,9 @@ def _check_custom_functions(config: "EngineConfig") -> None:
 
 def find_custom_functions() -> None:
     """Lets package.module:function name a module in the working directory, after everything that is installed."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
 
 
 def require_model(path: Path) -> None:

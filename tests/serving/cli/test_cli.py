@@ -65,9 +65,9 @@ def test_usage_errors_are_exit_code_2(invoke, served):
     for arguments in (["serve"], ["serve", ".", "--port", "x"], ["serve", ".", "--port", "70000"], ["nothing"]):
         assert invoke(*arguments).exit_code == 2
     assert invoke("generate", ".", "p", "--raw", "--system", "s").exit_code == 2
-    assert "api_key must not be empty" in invoke("serve", ".", "--api-key", "").stderr
+    assert "--api-key is empty" in invoke("serve", ".", "--api-key", "").stderr
     assert invoke("serve", ".", "--generation-config", "x").exit_code == 2
-    assert "--max-num-seqs must be a whole number, got '4.5'" in invoke("serve", ".", "--max-num-seqs", "4.5").stderr
+    assert "--max-num-seqs must be an integer, got '4.5'" in invoke("serve", ".", "--max-num-seqs", "4.5").stderr
 
 
 def test_serve_passes_its_flags_on(invoke, served, tmp_path):
@@ -197,7 +197,7 @@ def test_a_policy_of_ones_own_is_found_in_the_working_directory(invoke, served, 
         (("--segment-policy", '{"policy": "by_length"}'), "max_length"),
         (("--segment-policy", '{"policy": "by_region", "regions": {"rows": 0}}'), '"cols": 2'),
         (("--segment-policy", "{"), "JSON"),
-        (("--segment-policy", ""), "by_modality"),
+        (("--segment-policy", ""), "is empty"),
         (("--scheduling-policy", "lifo"), "fcfs"),
         (("--scheduling-policy", "slo", "--no-enable-chunked-prefill"), "chunked"),
         *((("--ttft-ms", text), "ttft_ms") for text in ("0", "-1", "nan", "inf", "1e12")),
@@ -225,7 +225,6 @@ SETTINGS = {
     "access_log": False,
     "segment_aware": True,
     "limit_mm_per_prompt": {"image": 3},
-    "dtype": None,
     "port": 0,
     "segment_policies": {
         "text": {"policy": "by_length", "max_length": 64},
@@ -267,27 +266,31 @@ def test_serve_reads_settings_from_a_file(invoke, served, tmp_path, suffix, writ
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"max_model_length": 5}, "Did you mean --max-model-len?"),
-        ({"modell": "x"}, "Did you mean --model?"),
-        ({"segment_polices": {}}, "Did you mean --segment-policy?"),
-        ({"shedulingpolicy": "slo"}, "Did you mean --scheduling-policy?"),
+        ({"max_model_length": 5}, "did you mean max_model_len?"),
+        ({"modell": "x"}, "did you mean model?"),
+        ({"segment_polices": {}}, "did you mean segment_policy?"),
+        ({"shedulingpolicy": "slo"}, "did you mean scheduling_policy?"),
         ({1: 2}, "is not text"),
-        ({"model": None}, "give the model's directory"),
+        ({"model": None}, "model is empty"),
+        ({"api_key": []}, "api_key in"),
+        ({"api_key": [12]}, "must be text: put 12 in quotes"),
         ({"model": "no/such"}, "hf download no/such"),
-        ({"max_num_seqs": "many"}, "max-num-seqs"),
-        ({"max_num_seqs": 4.5}, "max-num-seqs"),
-        ({"max_num_seqs": True}, "max-num-seqs"),
+        ({"max_num_seqs": "many"}, "max_num_seqs in"),
+        ({"max_num_seqs": 4.5}, "must be an integer, got '4.5'"),
+        ({"max_num_seqs": True}, "must be an integer, got 'true'"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"max_num_seqs": [1, 2]}, "max-num-seqs"),
-        ({"max_num_seqs": {"a": 1}}, "max-num-seqs"),
+        ({"max_num_seqs": [1, 2]}, "must be one value, got 2"),
+        ({"max_num_seqs": {"a": 1}}, "max_num_seqs in"),
         ({"access_log": "maybe"}, "access-log"),
-        ({"api_key": ""}, "must not be empty"),
+        ({"api_key": ""}, "is empty"),
         ({"ttft_ms": -1}, "ttft_ms"),
         ({"segment_policy": "by_page"}, "by_modality"),
         ({"segment_policies": {"sound": "request"}}, "modalities"),
         ({"segment_policies": {"text": "request"}, "segment_policy": "request"}, "twice"),
         ({"port": 1, "scheduling-policy": "slo", "scheduling_policy": "slo"}, "twice"),
-        ({"help": True}, "Unknown option"),
+        ({"help": True}, "unknown key help"),
+        ({"no_access_log": True}, "did you mean access_log?"),
+        ({"config": "x"}, "unknown key config"),
     ],
 )
 def test_settings_that_are_wrong_are_usage_errors(invoke, served, tmp_path, settings, told):
@@ -308,7 +311,7 @@ def test_settings_that_are_wrong_are_usage_errors(invoke, served, tmp_path, sett
         ("a.yaml", "model: m\nport: 1\nport: 2"),
         ("a.yaml", "model: [m"),
         ("a.yaml", "model: !!python/object/apply:os.getcwd []"),
-        ("a.yaml", ""),
+        ("a.yaml", "model: m\nport: 010"),
         ("a.json", b"\xff\xfe"),
     ],
 )
@@ -324,6 +327,87 @@ def test_xla_gets_its_share_of_a_gpu(invoke, served, tmp_path):
     for flags, expected in (([], "0.92"), (["--gpu-memory-utilization", "0.6"], "0.6")):
         assert invoke("serve", tmp_path, "--port", "0", *flags).exit_code == 0
         assert served["xla_share"] == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"API_KEY": ""}, "OMNI_JAX_API_KEY is empty"),
+        ({"API_KEY": " "}, "OMNI_JAX_API_KEY is empty"),
+        ({"ALLOWED_MEDIA_DOMAINS": ""}, "OMNI_JAX_ALLOWED_MEDIA_DOMAINS is empty"),
+        ({"ALLOWED_LOCAL_MEDIA_PATH": ""}, "OMNI_JAX_ALLOWED_LOCAL_MEDIA_PATH is empty"),
+        ({"MAX_NUM_SEQS": "4.5"}, "OMNI_JAX_MAX_NUM_SEQS must be an integer, got '4.5'"),
+        ({"CONFIG": "no.yaml"}, "no.yaml"),
+    ],
+)
+def test_variables_that_are_wrong_are_usage_errors(invoke, served, tmp_path, variables, told):
+    """A variable that a deployment left blank must not open the server (litellm PR 42019)."""
+    env = {f"OMNI_JAX_{name}": value for name, value in variables.items()}
+    result = invoke("serve", tmp_path, "--port", "0", env=env)
+    assert (result.exit_code, served) == (2, {})
+    assert told in result.stderr
+
+
+def test_an_unknown_variable_is_reported_with_the_nearest_name(invoke, served, tmp_path, caplog):
+    """Those of a Kubernetes service named omni-jax are not: OMNI_JAX_PORT is its address (vllm issue 15613)."""
+    kubernetes = {"PORT": "tcp://10.0.0.1:8000", "PORT_8000_TCP": "tcp://10.0.0.1:8000", "SERVICE_HOST": "10.0.0.1"}
+    variables = kubernetes | {"MAX_NUM_SEQ": "3", "NO_ACCESS_LOG": "1"}
+    env = {f"OMNI_JAX_{name}": value for name, value in variables.items()}
+    assert invoke("serve", tmp_path, env=env | {"OMNI_JAX_HOST": "127.0.0.1"}).exit_code in (0, 1)  # 8000 may be in use
+    assert [record.getMessage() for record in caplog.records if "variable" in record.getMessage()] == [
+        "unknown environment variable OMNI_JAX_MAX_NUM_SEQ; did you mean OMNI_JAX_MAX_NUM_SEQS?",
+        "unknown environment variable OMNI_JAX_NO_ACCESS_LOG; did you mean OMNI_JAX_ACCESS_LOG?",
+    ]
+
+
+def test_other_commands_read_no_variables(invoke, tmp_path):
+    """OMNI_JAX_MODEL is the server's directory, and not the model that describe-images asks for."""
+    (tmp_path / "a.png").write_bytes(b"")
+    env = {"OMNI_JAX_MODEL": "m", "OMNI_JAX_OUT": "o", "OMNI_JAX_DTYPE": "auto", "OMNI_JAX_TIMEOUT": "-1"}
+    flags = ["--prompt", "p", "-o", tmp_path / "out.jsonl", "--dry-run"]
+    result = invoke("describe-images", tmp_path, *flags, env=env)
+    assert (result.exit_code, result.stdout.strip()) == (0, str(tmp_path / "a.png"))
+
+
+def test_a_flag_without_values_and_names_that_swallow_the_model(invoke, served, tmp_path):
+    assert "requires at least 1 element" in invoke("serve", tmp_path, "--port", "0", "--api-key").stderr
+    assert "before flags that take several values" in invoke("serve", "--served-model-name", "a", tmp_path).stderr
+    file = tmp_path / "a.yaml"
+    file.write_text(f"model: {tmp_path}\nport: 0\n")
+    result = invoke("serve", "--config", file, "--served-model-name", "a", tmp_path)
+    assert (result.exit_code, served) == (2, {})
+    assert "is a directory: give MODEL before" in result.stderr
+
+
+def test_values_that_begin_with_a_dash_are_not_repeated(invoke, served, tmp_path):
+    """They may be secrets (simonw/llm issue 871)."""
+    for flags in (["--api-key", "-Zsecret"], ["--api-key", "k", "-Zsecret"]):
+        result = invoke("serve", tmp_path, *flags)
+        assert result.exit_code == 2
+        assert "secret" not in result.output
+    assert invoke("serve", tmp_path, "--port", "0", "--api-key=-Zsecret").exit_code == 0
+
+
+def test_paths_in_the_home_directory(invoke, served, tmp_path):
+    flags = ["--swap-space", "1", "--swap-dir=~/swap", "--compilation-cache-dir=~/xla", "--chat-template=~/t.jinja"]
+    assert invoke("serve", tmp_path, "--port", "0", *flags, env={"HOME": "/home/me"}).exit_code == 0
+    config = served["config"]
+    found = (str(config.swap_dir), str(config.compilation_cache_dir), config.chat_template)
+    assert found == ("/home/me/swap", "/home/me/xla", "/home/me/t.jinja")
+
+
+def test_one_file_for_several_commands(invoke, llm, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"model: {tmp_path}\nport: 1\nserved_model_name: [a]\nmax_model_len: 99\n")
+    assert invoke("generate", tmp_path, "hello", "--config", file).exit_code == 0
+    assert made(llm).max_model_len == 99
+
+
+def test_short_forms_with_an_equals_sign_and_behind_two_dashes(invoke, served, llm, tmp_path):
+    assert invoke("serve", tmp_path, "--port", "0", "-tp=2").exit_code == 0
+    assert served["config"].tensor_parallel_size == 2
+    assert invoke("generate", tmp_path, "--raw", "--", "-tp").exit_code == 0
+    assert llm.asked[0] == "-tp"
 
 
 def test_vllm_spellings(invoke, served, tmp_path):

@@ -90,7 +90,7 @@ def test_flags_that_are_wrong_are_usage_errors_that_say_what_is_right(invoke, se
     ("settings", "told"),
     [
         ({"enable_prefix_caching": "perhaps"}, "enable-prefix-caching"),
-        ({"swap_spaces": 1}, "--swap-space"),
+        ({"swap_spaces": 1}, "did you mean swap_space?"),
         ({"swap_space": {"a": 1}}, "swap-space"),
         ({"swap_dir": "d"}, "swap_space"),
         ({"kv_compress_ratio": 2}, "kv_compress_ratio"),
