@@ -82,7 +82,7 @@ bench-memory: $(VENV)/.installed-test
 
 newest: .venv-newest/.installed
 	.venv-newest/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'with JAX', jax.__version__)"
-	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "smoke and not full"
+	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "smoke and not full and not gpu_proof"
 
 gpu-proof: .venv-gpu-proof/.installed
 	.venv-gpu-proof/bin/python -m benchmarks.gpu_proof --skip-unavailable --record $(PROOF)
