@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.engine.test_vision import CASES, asked
+from tests.engine.test_vision import CASES, vision_request
 from tests.engines import Setup, compile_tiny, greedy, make_engine, run
 from tests.runtime.text_on_eight_devices import same
 
@@ -21,7 +21,7 @@ def test_images_and_video_equal_one_device(family, size):
     one, many = seeing(family, 1), seeing(family, size)
     params = greedy(max_tokens=16, logprobs=20)
     found, expected = (
-        run(make_engine(loaded), *(asked(loaded, name, name=name, params=params) for name in CASES))
+        run(make_engine(loaded), *(vision_request(loaded, name, name=name, params=params) for name in CASES))
         for loaded in (many, one)
     )
     same(found, expected)
