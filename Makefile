@@ -82,7 +82,7 @@ bench-memory: $(VENV)/.installed-test
 
 newest: .venv-newest/.installed
 	.venv-newest/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'with JAX', jax.__version__)"
-	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "smoke and not full"
+	.venv-newest/bin/python -m pytest -n $(WORKERS) -m "smoke and not full and not gpu_proof"
 
 gpu-proof: .venv-gpu-proof/.installed
 	.venv-gpu-proof/bin/python -m benchmarks.gpu_proof --skip-unavailable --record $(PROOF)
@@ -95,8 +95,7 @@ gpu-proof-oldest: .venv-gpu-proof-oldest/.installed
 		--only '^triton.*/h100/d(64|128)-p16-g7-bfloat16$$'
 
 gpu-proof-tests: .venv-gpu-proof/.installed
-	.venv-gpu-proof/bin/python -m pytest -n $(WORKERS) tests/benchmarks/test_gpu_proof.py tests/kernels_pallas/test_aot.py \
-		tests/planner/test_compiled.py
+	.venv-gpu-proof/bin/python -m pytest -n $(WORKERS) -m gpu_proof
 
 clean:
 	rm -rf .venv .venv-goldens .venv-newest .venv-gpu-proof .venv-gpu-proof-oldest .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -13,7 +13,7 @@ import jaxlib
 from checkpoints.demo_model import default_cache_dir
 from omni_jax import compat
 
-SLOW = 0.3  # seconds; programs outside `one_process_at_a_time` are kept if compiling took longer
+SLOW = 0.05  # seconds; programs outside `one_process_at_a_time` are kept if compiling took longer
 
 
 def _processor() -> str:

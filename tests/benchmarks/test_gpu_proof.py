@@ -176,6 +176,7 @@ class TestProcesses:
         assert "not done after 0.2 s" in done.stderr
 
 
+@pytest.mark.gpu_proof
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 def test_a_step_without_donation_does_not_hold():
     """A body whose caller does not donate the pool."""

@@ -63,7 +63,10 @@ def test_two_processes_answer_like_one_device():
         np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
-@pytest.mark.parametrize(("mode", "survivor", "lost"), [("die", 0, "a follower"), ("die-front", 1, "the front")])
+@pytest.mark.parametrize(
+    ("mode", "survivor", "lost"),
+    [("die", 0, "a follower"), pytest.param("die-front", 1, "the front", marks=pytest.mark.full)],
+)
 def test_when_one_process_dies_the_other_exits_with_a_clear_error(mode, survivor, lost):
     results = run(mode)
     assert results[1 - survivor][0] == 9, results[1 - survivor][1][-5000:]

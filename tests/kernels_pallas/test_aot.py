@@ -204,6 +204,7 @@ def test_lowering_an_invalid_kernel_fails():
 needs_plugin = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 
 
+@pytest.mark.gpu_proof
 @needs_plugin
 @triton_is_deprecated
 class TestProofsCanFail:

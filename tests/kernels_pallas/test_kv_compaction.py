@@ -33,13 +33,16 @@ def as_float64(pages) -> np.ndarray:
 def make_pages(kind, rows, source, *, seed=0, integers=False):
     """Keys and values of a sequence of `rows` in pages `source`; all other slots hold NaN (int8: in their scales)."""
     rng = np.random.default_rng(seed)
-    shape = (NUM_PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM)
-    at = jnp.arange(rows)
-    page, offset = jnp.asarray(source)[at // PAGE_SIZE], at % PAGE_SIZE
+    # Whatever `rows` is, the same programs run: the other rows go to a page that is cut off.
+    shape = (NUM_PAGES + 1, KV_HEADS, PAGE_SIZE, HEAD_DIM)
+    at = np.arange(PAGES * PAGE_SIZE)
+    page = jnp.asarray(np.where(at < rows, np.asarray(source)[at // PAGE_SIZE], NUM_PAGES), jnp.int32)
+    offset = jnp.asarray(at % PAGE_SIZE, jnp.int32)
     pools = []
     for _ in range(2):
         given = rng.standard_normal((rows, KV_HEADS, HEAD_DIM)) * rng.uniform(0.5, 2, (rows, KV_HEADS, 1))
         given = np.round(given) if integers else given  # many norms are equal
+        given = np.concatenate([given, np.zeros((len(at) - rows, KV_HEADS, HEAD_DIM))])
         if kind == "int8":
             empty = QuantPages(values=jnp.full(shape, -77, jnp.int8), scales=jnp.full(shape[:3], jnp.nan))
         elif kind == "uint16":
@@ -47,7 +50,8 @@ def make_pages(kind, rows, source, *, seed=0, integers=False):
         else:
             empty = jnp.full(shape, jnp.nan, kind)
         dtype = jnp.bfloat16 if kind in ("uint16", "bfloat16") else jnp.float32
-        pools.append(write_pages(empty, jnp.asarray(given, dtype), page, offset))
+        written = write_pages(empty, jnp.asarray(given, dtype), page, offset)
+        pools.append(jax.tree.map(lambda pages: pages[:NUM_PAGES], written))
     return tuple(pools)
 
 

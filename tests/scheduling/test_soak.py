@@ -9,18 +9,20 @@ from tests.scheduling import soak
 from tests.scheduling.soak import Report, Setting, play
 
 
-def test_100_000_steps():
-    report = soak.soak(100_000, seed=0)
+@pytest.mark.parametrize("steps", [30_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_properties_hold_for_many_steps(steps):
+    report = soak.soak(steps, seed=0)
     # Each kind of event occurred often.
-    assert report.steps >= 100_000
+    often = steps // 100
+    assert report.steps >= steps
     assert report.max_rows >= 60
-    assert report.max_live >= 110
+    assert report.max_live >= 65
     assert report.longest_wait > 0.3
-    assert min(report.ended[reason] for reason in ("length", "stop", "abort")) > 1000
-    assert min(report.events[kind] for kind in ("pause", "resume", "preempt")) > 1000
-    assert report.encoded > 1000
-    assert report.cached > 1000
-    assert report.resets > 10
+    assert min(report.ended[reason] for reason in ("length", "stop", "abort")) > often
+    assert min(report.events[kind] for kind in ("pause", "resume", "preempt")) > often
+    assert report.encoded > often
+    assert report.cached > often
+    assert report.resets > steps // 10_000
 
 
 def test_without_aging_a_sequence_starves(monkeypatch):
