@@ -23,16 +23,17 @@ Every setting of `omni-jax serve` has one name, which can be given in four place
 3. a key in the JSON or YAML file of `--config`: `max_model_len: 4096`;
 4. the default in the tables below.
 
-A flag that takes several values takes them in a row, `--api-key KEY1 KEY2`; in a variable they are separated by spaces,
-in a file they are a list. A switch is turned off by `--no-...`, or by `false` in a variable or file. A value that begins with
-`-` needs `=`: `--api-key=-secret`. The file may also have the keys `model` and `log_level`.
+A flag that takes several values takes them in a row, `--api-key KEY1 KEY2`; in a variable they are separated by
+spaces, in a file they are a list. A switch is turned off by `--no-...`, or by `false` in a variable or file. A value
+that begins with `-` needs `=`: `--api-key=-secret`. The file may also have the keys `model` and `log_level`.
 
-An empty value is an error, and never means "no key" or "no limit". Unknown keys and flags are errors; unknown `OMNI_JAX_...`
-variables are warnings. `OMNI_JAX_PORT=tcp://...`, which Kubernetes sets for a service named omni-jax, is ignored. `chat` and
-`generate` read the same variables and files, and ignore settings of the server in them; other commands read neither.
+An empty value is an error, and never means "no key" or "no limit". Unknown keys and flags are errors; unknown
+`OMNI_JAX_...` variables are warnings. `OMNI_JAX_PORT=tcp://...`, which Kubernetes sets for a service named omni-jax,
+is ignored. `chat` and `generate` read the same variables and files, and ignore settings of the server in them; other
+commands read neither.
 
-Python has the settings of the engine as arguments: `LLM("MODEL_DIR", max_model_len=4096)`; they are those under Model, Cache,
-Scheduling, Several devices, and the first three under Media.
+Python has the settings of the engine as arguments: `LLM("MODEL_DIR", max_model_len=4096)`; they are those under
+Model, Cache, Scheduling, Several devices, and the first three under Media.
 
 ```yaml
 # omni-jax serve --config serve.yaml

@@ -235,9 +235,7 @@ def test_the_pool_is_updated_in_place_on_every_device(size):
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused_with_the_sizes():
-    with pytest.raises(
-        ValueError, match=r"128 intermediate columns, 512 tokens .* 1, 2, 4, 8"
-    ):
+    with pytest.raises(ValueError, match=r"128 intermediate columns, 512 tokens .* 1, 2, 4, 8"):
         compile_tiny(TEXT, tensor_parallel_size=3)
 
 
