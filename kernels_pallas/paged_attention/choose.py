@@ -41,7 +41,8 @@ def choose(
         kv_heads: number of KV heads.
         dtype: dtype of queries, and of pages unless they are quantised.
         kv_cache_dtype: "auto" or "int8".
-        backend: one of BACKENDS. One other than "auto" never falls back to another as a whole.
+        backend: one of BACKENDS. A named one is an error where decode batches cannot use it; mixed batches and writes
+            may still be another backend's.
 
     Returns:
         The kernels, and the reasons for each fallback.

@@ -3,8 +3,8 @@
     seconds = base[kind, size] + per_context[kind] * context + per_pair[kind] * attended
 
 Each executable has a base, and the executables of a kind share two slopes. All are fitted by medians and trimmed means,
-so a step that was delayed, for instance by garbage collection, has no influence. Neither has the step after it, which
-seems to take no time when its predecessor was read late. A lasting change is followed within three quarters of RECENT
+so a step that was delayed, for instance by garbage collection, has no influence. The same holds for the step after a
+delayed one, which seems to take no time. A lasting change is followed within three quarters of RECENT
 steps of an executable.
 
 - Slopes: least squares of relative errors over points, centred per executable; never below 0. A point is the median of

@@ -133,8 +133,8 @@ class SchedulingSettings(Settings):
         scheduling_policy: fcfs is first come, first served; slo serves by class and deadline. priority is vLLM's name
             for slo.
         segment_policy: How prompts are cut into segments: request, by_modality, by_sentence, hybrid, a custom function
-            (package.module:function), a policy with arguments ({"policy": "by_length", "max_length": 256}), or one for
-            each modality ({"text": ...}).
+            (package.module:function), a policy with arguments ({"policy": "by_length", "max_length": 256}; by_region
+            takes regions), or one for each modality ({"text": ...}).
         ttft_ms: Default objective in milliseconds: from arrival to the first token.
         tpot_ms: Default objective in milliseconds: from one token to the next.
         e2e_ms: Default objective in milliseconds: from arrival to the last token.
@@ -193,10 +193,11 @@ class ParallelSettings(Settings):
     """Several devices and several processes.
 
     Attributes:
-        tensor_parallel_size: Number of devices that share one copy of the model. kv_cache_memory_bytes is per device.
-        data_parallel_size: Number of replicas, each with its own weights, KV cache and batch. max_num_seqs, swap_space
-            and the like are per replica.
-        pipeline_parallel_size: Must be 1: layers are not split over devices.
+        tensor_parallel_size: Number of devices that share one copy of the model (-tp). kv_cache_memory_bytes is per
+            device.
+        data_parallel_size: Number of replicas (-dp), each with its own weights, KV cache and batch. max_num_seqs,
+            swap_space and the like are per replica.
+        pipeline_parallel_size: Must be 1: layers are not split over devices (-pp).
         mesh: Both sizes in one: data=2,model=4.
         coordinator_address: host:port of process 0, where several processes share the model.
         num_processes: Number of processes that share the model.
@@ -216,7 +217,7 @@ class ParallelSettings(Settings):
         if self.pipeline_parallel_size > 1:
             raise ValueError(
                 f"pipeline_parallel_size {self.pipeline_parallel_size} is not supported: layers are not split over "
-                "devices. Use tensor_parallel_size to share each layer among devices, of several machines too, and "
+                "devices. Use tensor_parallel_size to share each layer among devices, also on several machines, and "
                 "data_parallel_size for more throughput"
             )
         if self.mesh is not None:

@@ -110,7 +110,7 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
 
     def on_compiled(executable, done, total):
         name = " ".join(map(str, executable.key))
-        logger.info("compiled %-16s %6.2f s", name, executable.seconds)
+        logger.debug("compiled %-16s %6.2f s", name, executable.seconds)
         report("compile", done, total, name)
 
     executables = runner.start(on_compiled, (lambda: None) if channel is None else wait_until_all_compiled)

@@ -19,7 +19,7 @@ HELP = """\
 /undo                    take back the last question and its answer
 /clear                   forget the conversation
 /help                    show this
-/exit                    leave (or Ctrl-D)"""
+/exit, /quit             leave (or Ctrl-D)"""
 
 
 def chat(
@@ -49,20 +49,25 @@ def chat(
     check_sampling(sampling)
     with load_model(model, model_settings, cache, encoder, parallel) as llm:
         if not llm.tokenizer.has_chat_template:
-            usage_error(f"{model} has no chat template; `omni-jax generate {model} PROMPT` continues a text")
+            usage_error(
+                f"{model} has no chat template; `omni-jax generate {shlex.quote(str(model))} PROMPT` continues a text"
+            )
         params = sampling_params(llm, sampling)
         conversation = Conversation(system)
         print("/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
         while True:
             try:
-                line = input("> ").strip()
+                line = input("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 return 0
             except KeyboardInterrupt:
                 print()
                 continue
-            if line == "/exit":
+            if line in ("/exit", "/quit"):
                 return 0
+            if line.startswith(("/image", "/video")) and llm.engine.vision is None:
+                print("this model reads text only", file=sys.stderr)
+                continue
             if line.startswith("/"):
                 print(conversation.command(line), file=sys.stderr)
                 continue
@@ -83,7 +88,7 @@ def _answer(llm: Any, params: Any, conversation: "Conversation", text: str) -> N
         pass
     except expected_errors() as error:
         conversation.undo()
-        print(f"omni-jax: {error}", file=sys.stderr)
+        print(f"omni-jax: {error} (/clear forgets the conversation)", file=sys.stderr)
         return
     print()
     conversation.messages.append({"role": "assistant", "content": "".join(pieces)})
@@ -130,7 +135,7 @@ class Conversation:
             return f"{len(self.media)} file(s) go with the next message"
         if name == "/system":
             self._start(rest.strip() or None)
-            return "started again with this system prompt"
+            return f"started again with {'this' if rest.strip() else 'no'} system prompt"
         if name == "/clear":
             self.media = []
             self._start(self._system)

@@ -48,7 +48,7 @@ COMMANDS = {
     version: "omni-jax version --json",
 }
 for number, (function, example) in enumerate(COMMANDS.items()):
-    app.command(function, help_epilogue=f"Example:\n{example}", sort_key=number)
+    app.command(function, help_epilogue="Example:\n\n" + example.replace("\n", "\n\n"), sort_key=number)
 
 if __name__ == "__main__":
     main()

@@ -154,12 +154,14 @@ def served(monkeypatch, invoke):
 
 class FakeLLM:
     fault = None
+    vision = None
 
     def __init__(self, model_dir, *, progress, **options):
         if FakeLLM.fault:
             raise FakeLLM.fault
         self.info = FakeInfo(default_sampling={"temperature": 0.5, "top_k": 7, "max_new_tokens": 3})
         self.tokenizer = make_tokenizer()
+        self.engine = types.SimpleNamespace(vision=FakeLLM.vision)
         FakeLLM.made = (model_dir, options)
 
     def __enter__(self):

@@ -82,6 +82,10 @@ def test_commands_say_what_is_wrong(line, shown):
     assert shown in Conversation(None).command(line)
 
 
+def test_media_for_a_model_of_text(invoke, llm, tmp_path):
+    assert "this model reads text only" in invoke("chat", tmp_path, stdin="/image a.png\n/quit\n").stderr
+
+
 def test_undo_clear_and_system():
     conversation = Conversation("be brief")
     conversation.ask("one")
