@@ -239,4 +239,5 @@ class TestProofsCanFail:
         found = analyse(*self.mixed(query_tile=64, key_tile=32, num_warps=4, num_stages=2))
         assert kernel_faults(found, limit=aot.shared_limit("a100"), expected={"copy": COPY, "mma": MMA}) == ()
         faults = kernel_faults(found, limit=1000, expected={"wgmma": WGMMA})
-        assert faults == (f"{found.shared} bytes of shared memory, expected at most 1000 a block", "no wgmma instruction")
+        too_much = f"{found.shared} bytes of shared memory, expected at most 1000 a block"
+        assert faults == (too_much, "no wgmma instruction")
