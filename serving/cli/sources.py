@@ -11,12 +11,13 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Token
 from cyclopts.argument import Argument
+from cyclopts.utils import UNSET
 
 from omni_jax.yaml_file import read_mapping
 from serving.cli.options import PANELS, field_names
@@ -88,16 +89,11 @@ def check_tokens(app: App, commands: tuple[str, ...], arguments: ArgumentCollect
     for argument in arguments:
         for token in argument.tokens if argument.name.startswith("--") else ():
             source = token.source if token.source not in ("", "cli") else argument.name
-            if token.implicit_value is not None and not token.value.strip() and _takes_value(token):
+            if not token.value.strip() and token.implicit_value is UNSET:  # a switch has an implicit value
                 raise CycloptsError(msg=f"{source} is empty: give it a value, or leave it out")
             kinds = set(_kinds(argument.hint))
             if int in kinds and not kinds & {float, str} and not re.fullmatch(r"[+-]?\d+", token.value):
                 raise CycloptsError(msg=f"{source} must be an integer, got {token.value!r}")
-
-
-def _takes_value(token: Token) -> bool:
-    """Whether a token stands for a value, and not for a switch that was given."""
-    return token.implicit_value is Token().implicit_value
 
 
 def _flags(arguments: ArgumentCollection) -> dict[str, Argument]:
@@ -142,7 +138,7 @@ def _is_several(hint: Any) -> bool:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType, typing.Annotated):
         return any(_is_several(part) for part in parts)
-    return origin is tuple or (isinstance(origin, type) and issubclass(origin, typing.Sequence))  # type: ignore[arg-type]
+    return isinstance(origin, type) and issubclass(origin, Sequence)
 
 
 def _kinds(hint: Any) -> list[Any]:
