@@ -6,10 +6,8 @@ Which files are read: the files that `model.safetensors.index.json` names, if it
 index assigns it to; otherwise `model.safetensors`; otherwise the folder `orbax`. Other *.safetensors files (a quantised
 copy, an adapter) are ignored.
 
-Which paths are allowed: names in the index are relative, without `..`, and no file may lie outside the directory after
-links are resolved. The one exception is the Hugging Face cache, where a directory `<repo>/snapshots/<revision>` holds
-links into `<repo>/blobs`: a link from a directory whose parent is called `snapshots` may point to a file directly
-inside the `blobs` folder beside `snapshots`.
+Which paths are allowed: names that a file holds (the index) are relative and without `..`. Links in the directory are
+the operator's own and are followed, as in the Hugging Face cache and in a shared store of weights.
 """
 
 import json
@@ -184,7 +182,7 @@ def _summary(names: list[str]) -> str:
 
 
 def locate(directory: Path, name: str) -> Path:
-    """Resolve an untrusted file name to a real path, by the rules at the top of this file.
+    """The path of an untrusted file name, by the rules at the top of this file.
 
     Raises:
         CheckpointError: the name leaves the directory, or there is no regular file of this name.
@@ -193,18 +191,15 @@ def locate(directory: Path, name: str) -> Path:
     # isprintable() is False for NUL, other control characters and lone surrogates, which file system calls reject.
     if not name or not name.isprintable() or "\\" in name or pure.is_absolute() or ".." in pure.parts:
         raise CheckpointError(f"the file name {name!r} is not a plain path inside the directory")
-    root = Path(os.path.realpath(directory))
-    real = Path(os.path.realpath(root / pure))
-    in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
-    if not real.is_relative_to(root) and not in_cache:
-        raise CheckpointError(f"{name!r} links to a file outside the directory")
+    file = directory.absolute() / pure
     try:
-        if not real.is_file():
-            kind = "is not a regular file" if real.exists() else "is missing"
-            raise CheckpointError(f"{name!r} {kind}")
+        if not file.is_file():
+            if file.is_symlink() and not file.exists():
+                raise CheckpointError(f"{name!r} is a link to {os.readlink(file)}, which is missing")
+            raise CheckpointError(f"{name!r} {'is not a regular file' if file.exists() else 'is missing'}")
     except OSError as error:  # for example a name that is too long, or a folder without permission
         raise CheckpointError(f"{name!r} cannot be read: {error.strerror}") from error
-    return real
+    return file
 
 
 def _json_object(directory: Path, name: str) -> dict:
