@@ -8,16 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.replicas import ReplicatedEngine
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, modalities_of, pack_part
+from omni_jax.inputs.prompt_list import read_prompt, read_prompts
 from omni_jax.progress import StageReport
 from omni_jax.requests import Completion, Delta, InvalidRequest, Request, RequestOutput, SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray  # and what else read_prompt takes
 Messages = Sequence[Mapping[str, Any]]
 
 MAX_QUEUED_BATCHES = 2  # maximum continuations in the engine, in multiples of its batch; a list may have millions
@@ -89,16 +92,17 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue texts or lists of token ids.
+        """Continue texts or token ids.
 
         Args:
-            prompts: one prompt or several.
+            prompts: one prompt or several. Token ids may be a list, a tuple or an array (numpy, JAX); the rows of a
+                two-dimensional array are several prompts.
             params: sampling parameters for all prompts, or one per prompt. Default: the model's, with 16 tokens.
 
         Raises:
             InvalidRequest: a prompt or its parameters are invalid. Nothing is generated then.
         """
-        return list(self._outputs([self._raw(prompt) for prompt in _many(prompts)], params))
+        return list(self._outputs([self._raw(prompt) for prompt in read_prompts(prompts)], params))
 
     def chat(
         self,
@@ -118,7 +122,7 @@ class LLM:
     def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
         """Compute log-probabilities of texts. Generates nothing; whole logits never leave the device."""
         params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
-        outputs = self._outputs([self._raw(text) for text in _many(texts)], params)
+        outputs = self._outputs([self._raw(text) for text in read_prompts(texts)], params)
         scores = []
         for output in outputs:
             entries = output.prompt_logprobs or ()
@@ -128,10 +132,10 @@ class LLM:
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one answer piece by piece. A list of messages is rendered by the chat template."""
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             rendered = self._rendered(cast(Messages, prompt), {})
         else:
-            rendered = self._raw(cast(Prompt, prompt))
+            rendered = self._raw(read_prompt(prompt))
         request = self._request(rendered, params or self.default_params())
         self._add(request)
         unfinished = request.params.n
@@ -151,8 +155,8 @@ class LLM:
         """The sampling defaults of the model's generation_config.json."""
         return SamplingParams(**self.info.default_sampling)
 
-    def _raw(self, prompt: Prompt) -> RenderedPrompt:
-        return RenderedPrompt(ids=tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt))
+    def _raw(self, prompt: str | tuple[int, ...]) -> RenderedPrompt:
+        return RenderedPrompt(ids=tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt)
 
     def _rendered(self, messages: Messages, template: Mapping[str, Any]) -> RenderedPrompt:
         vision = self.engine.vision
@@ -220,13 +224,6 @@ def _read(path: str | Path, where: str) -> bytes:
     if str(path).startswith(("http://", "https://", "data:")):
         raise InvalidRequest(f"{where}: LLM does not fetch URLs: give a file's path or its bytes", param="messages")
     return Path(path).read_bytes()
-
-
-def _many(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = list(prompts)
-    return cast(list[Prompt], [listed] if listed and isinstance(listed[0], int) else listed)
 
 
 def _output(request: Request, deltas: list[Delta]) -> RequestOutput:

@@ -1,5 +1,6 @@
 """LLM, the Python interface."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,6 +48,21 @@ def test_prompts_may_be_one_or_several_texts_or_ids(llm):
         assert output.prompt_ids == tuple(ids)
         assert output.outputs == expected[0].outputs
     assert llm.generate([]) == []
+
+
+def test_bf_03_token_ids_may_be_arrays(llm):
+    [expected] = llm.generate([3, 4, 5], greedy(max_tokens=3))
+    rows = np.array([[3, 4, 5], [6, 7, 8]])
+    for prompts in (rows[0], jnp.array(rows[0]), list(rows[0]), rows[:1]):
+        [output] = llm.generate(prompts, greedy(max_tokens=3))
+        assert output.prompt_ids == (3, 4, 5)
+        assert {type(token) for token in output.prompt_ids} == {int}
+        assert output.outputs == expected.outputs
+    assert [output.prompt_ids for output in llm.generate(rows, greedy(max_tokens=1))] == [(3, 4, 5), (6, 7, 8)]
+    assert llm.score(rows)[1].token_ids == (6, 7, 8)
+    assert "".join(llm.stream(rows[0], greedy(max_tokens=3))) == expected.outputs[0].text
+    with pytest.raises(InvalidRequest, match="token 0 of the prompt must be an integer, got bool True"):
+        llm.generate([True, False])
 
 
 def test_parameters_may_differ_between_prompts(llm):
