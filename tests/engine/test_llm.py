@@ -119,8 +119,9 @@ def test_lp_04_nll_does_not_depend_on_the_batch_its_order_or_chunks(llm):
             assert score.token_ids == tuple(document)
             assert score.num_scored == len(document) - 1
             assert score.logprobs[0] is None
-            np.testing.assert_allclose(score.logprobs[1:], together[i].logprobs[1:], atol=1e-4)
-            assert score.total == pytest.approx(sum(score.logprobs[1:]))
+            logprobs = np.array(score.logprobs[1:], float)
+            np.testing.assert_allclose(logprobs, np.array(together[i].logprobs[1:], float), atol=1e-4)
+            assert score.total == pytest.approx(logprobs.sum())
     golden = make.load("llama")
     assert together[2].mean_nll == pytest.approx(-golden["scored_logprobs"].mean(), abs=1e-5)
     assert np.isnan(together[4].mean_nll)
