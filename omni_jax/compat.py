@@ -2,9 +2,12 @@
 
 import contextlib
 import functools
+import hashlib
 import logging
 import os
+import platform
 import threading
+import uuid
 from pathlib import Path
 
 import jax
@@ -64,35 +67,76 @@ def use_compilation_cache(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    _write_whole_entries()
+    _protect_entries()
 
 
 @functools.cache
-def _write_whole_entries() -> None:
-    """Make JAX write an entry of the compilation cache to a temporary file and rename it.
+def _protect_entries() -> None:
+    """Make JAX read only entries of the compilation cache that are whole and made for this kind of processor.
 
-    JAX writes entries in place and never overwrites one. Another process could read half an entry, and a process that
-    is killed while it writes would leave half an entry for good.
+    JAX writes entries in place and never overwrites one: another process could read half an entry, and a process that
+    is killed while it writes would leave half an entry for good. It reads an entry without a checksum. And its keys
+    have nothing of the CPU, for whose instructions XLA compiles: a cache made on a newer CPU would end the process.
     """
-    from jax._src import lru_cache  # JAX has no public way to change how it writes
+    from jax._src import lru_cache  # JAX has no public way to change how it reads and writes
 
-    put_in_place = lru_cache.LRUCache.put
+    get_in_place, put_in_place = lru_cache.LRUCache.get, lru_cache.LRUCache.put
+
+    def get(self, key: str) -> bytes | None:
+        key = f"{key}-{_processor()}"
+        try:
+            entry = get_in_place(self, key)
+        except OSError as error:
+            logger.warning("a program is compiled again: its entry of the compilation cache cannot be read (%s)", error)
+            return None
+        if entry is None or hashlib.sha256(entry[_DIGEST:]).digest() == entry[:_DIGEST]:
+            return entry and entry[_DIGEST:]
+        logger.warning("a program is compiled again: its entry of the compilation cache is damaged (%s)", key)
+        with contextlib.suppress(OSError):
+            (Path(self.path) / f"{key}-cache").unlink()
+        return None
 
     def put(self, key: str, value: bytes) -> None:
+        key, value = f"{key}-{_processor()}", hashlib.sha256(value).digest() + value
         if self.eviction_enabled:  # then JAX locks the directory
             return put_in_place(self, key, value)
         entry = Path(self.path) / f"{key}-cache"
         if entry.exists():
             return None
-        partial = entry.with_name(f".{os.getpid()}-{threading.get_ident()}.partial")
+        partial = entry.with_name(f".{uuid.uuid4().hex}.partial")  # hosts may share the directory
         try:
             partial.write_bytes(value)
             os.replace(partial, entry)
+        except OSError as error:
+            _warn_once_of_writing(self.path, error.strerror)
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
         return None
 
-    lru_cache.LRUCache.put = put
+    lru_cache.LRUCache.get, lru_cache.LRUCache.put = get, put
+
+
+_DIGEST = 32  # bytes of SHA-256
+
+
+@functools.cache
+def _warn_once_of_writing(directory: Path, reason: str) -> None:
+    logger.warning(
+        "programs are compiled again at the next start: the compilation cache %s cannot be written (%s); see "
+        "--compilation-cache-dir",
+        directory,
+        reason,
+    )
+
+
+@functools.cache
+def _processor() -> str:
+    """A digest of the processor's model and features."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else [platform.machine(), platform.processor()]
+    about = dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))) or lines
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:8]
 
 
 def no_tracing() -> contextlib.AbstractContextManager:

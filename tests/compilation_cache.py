@@ -3,12 +3,10 @@
 import contextlib
 import fcntl
 import hashlib
-import platform
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.metadata import version
 
 import jax
-import jaxlib
 
 from checkpoints.demo_model import default_cache_dir
 from omni_jax import compat
@@ -16,15 +14,7 @@ from omni_jax import compat
 SLOW = 0.05  # seconds; programs outside `one_process_at_a_time` are kept if compiling took longer
 
 
-def _processor() -> str:
-    """A digest of the processor's model and features: JAX's keys have neither, and XLA compiles for both."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else [platform.machine(), platform.processor()]
-    about = dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))) or lines
-    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:8]
-
-
-CACHE = default_cache_dir() / "tests" / f"jaxlib-{jaxlib.__version__}-{_processor()}"
+CACHE = default_cache_dir() / "tests" / f"jaxlib-{version('jaxlib')}"
 
 
 def keep_slow_programs() -> None:
