@@ -28,8 +28,9 @@ def compact(
     """Keep `keep` of the first `rows` rows in the pages `source`; write them to the beginning of the pages `target`.
 
     This is done in every layer, in place if the caller donates the pages. Each KV head of each layer keeps, in order:
-    the first `sinks` rows, the last `window` rows, and of the others those whose keys have the smallest L2 norm (the
-    earlier one if equal). Keys of small norm receive much attention (Devoto et al., "A Simple and Effective L2
+    the first `sinks` rows, the last `window` rows, and of the others those whose keys have the smallest L2 norm. Its
+    square is rounded to 9 bits of its fraction, and of equal ones the earlier row is kept: so the last bits of a sum,
+    which depend on the batch, do not choose between equal tokens. Keys of small norm receive much attention (Devoto et al., "A Simple and Effective L2
     Norm-Based Strategy for KV Cache Compression", 2024); the first and the latest rows are indispensable (Xiao et al.,
     "Efficient Streaming Language Models with Attention Sinks", 2023).
 

@@ -12,7 +12,9 @@ from jax import lax
 
 from kernels_pallas.paged_attention import QuantPages
 
-NO_ROW = 2**31 - 1  # the rank of a slot that holds no row
+DROPPED_BITS = 14  # of the 23 bits of a float32's fraction: 9 stay
+RANK_BITS = 32 - DROPPED_BITS
+NO_ROW = 2**RANK_BITS - 1  # the rank of a slot that holds no row
 
 
 def compact(key_pages, value_pages, source, rows, keep, target, *, sinks, window):
@@ -23,9 +25,7 @@ def compact(key_pages, value_pages, source, rows, keep, target, *, sinks, window
     squares = jnp.stack([_squares(pages, source) for pages in key_pages])
     squares = squares.swapaxes(1, 2).reshape(layers * kv_heads, slots)
 
-    # The bits of non-negative floats sort like the floats, NaN last.
-    bits = lax.bitcast_convert_type(squares, jnp.int32) & NO_ROW
-    rank = jnp.minimum(bits, NO_ROW - 2) + 1
+    rank = _rounded(squares) + 1
     rank = jnp.where((slot < sinks) | (slot >= rows - window), 0, rank)
     kept = _smallest(jnp.where(slot < rows, rank, NO_ROW), keep)
 
@@ -64,14 +64,25 @@ def _squares(pages, source):
     return sums(pages)
 
 
+def _rounded(squares):
+    """Squared norms as int32 that sort like them: rounded to 9 bits of the fraction, NaN last.
+
+    A token's key has the same norm wherever the token stands, but for the rounding of its rotation and of sums that
+    depend on the batch. Without this, a few parts in ten million would choose between equal tokens.
+    """
+    # The bits of non-negative floats sort like the floats.
+    bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(squares), 0.0, squares), jnp.int32)
+    return jnp.where(jnp.isnan(squares), NO_ROW - 2, (bits + (1 << (DROPPED_BITS - 1))) >> DROPPED_BITS)
+
+
 def _smallest(rank, keep):
-    """Mark the `keep` smallest entries in each row of `rank` [rows, n], non-negative int32; the first ones if equal."""
+    """Mark the `keep` smallest entries in each row of `rank` [rows, n], int32 from 0 to NO_ROW; the first ones if equal."""
 
     def bit(i, threshold):  # finds the largest threshold with fewer than `keep` below it: the keep-th smallest
-        higher = threshold + (1 << (30 - i))
+        higher = threshold + (1 << (RANK_BITS - 1 - i))
         return jnp.where(_count(rank < higher) < keep, higher, threshold)
 
-    threshold = lax.fori_loop(0, 31, bit, jnp.zeros((rank.shape[0], 1), jnp.int32))
+    threshold = lax.fori_loop(0, RANK_BITS, bit, jnp.zeros((rank.shape[0], 1), jnp.int32))
     below, equal = rank < threshold, rank == threshold
     return below | (equal & (_running_count(equal) <= keep - _count(below)))
 

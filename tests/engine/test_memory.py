@@ -136,6 +136,25 @@ def test_an_urgent_request_swaps_out_another_which_continues_later(main, swappin
     close_idle(engine)
 
 
+def test_compression_drops_the_same_rows_alone_and_in_company():
+    """Prompts of a few words, repeated: their keys have equal norms, but for rounding that depends on the batch."""
+    options = {"swap_space": 0.05, "enable_adaptive_compression": True}
+    compressing, draw = compile_tiny(GREEDY, **options), np.random.default_rng(0)
+    repeating = [
+        request(f"r{n}", draw.integers(3, 500, 8)[draw.integers(0, 8, 60 + 5 * n)].tolist(), greedy(logprobs=0))
+        for n in range(10)
+    ]
+    engine = make_engine(compressing, options=options)
+    together = run(engine, *repeating)
+    assert engine.stats().tokens_dropped > 0
+    for each in repeating:
+        expected = run(make_engine(compressing, options=options), each)[each.id, 0]
+        found = together[each.id, 0]
+        assert found.tokens == expected.tokens
+        theirs = [entry.logprob for entry in expected.logprobs]
+        np.testing.assert_allclose([entry.logprob for entry in found.logprobs], theirs, atol=1e-4)
+
+
 def bad_controller(step: int, total: int) -> float:
     return 2.0 if total > 300 else 0.0
 
