@@ -30,9 +30,9 @@ def compact(
     This is done in every layer, in place if the caller donates the pages. Each KV head of each layer keeps, in order:
     the first `sinks` rows, the last `window` rows, and of the others those whose keys have the smallest L2 norm. Its
     square is rounded to 9 bits of its fraction, and of equal ones the earlier row is kept: so the last bits of a sum,
-    which depend on the batch, do not choose between equal tokens. Keys of small norm receive much attention (Devoto et al., "A Simple and Effective L2
-    Norm-Based Strategy for KV Cache Compression", 2024); the first and the latest rows are indispensable (Xiao et al.,
-    "Efficient Streaming Language Models with Attention Sinks", 2023).
+    which depend on the batch, do not choose between equal tokens. Keys of small norm receive much attention (Devoto et
+    al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", 2024); the first and the latest rows
+    are indispensable (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023).
 
     Rows are copied bit by bit, quantised ones with their scales. All reads come before all writes, so `target` may list
     pages of `source`. Rows of `source` after the first `rows` are never kept and may hold NaN. Rows with NaN keys are

@@ -76,7 +76,7 @@ def _rounded(squares):
 
 
 def _smallest(rank, keep):
-    """Mark the `keep` smallest entries in each row of `rank` [rows, n], int32 from 0 to NO_ROW; the first ones if equal."""
+    """Mark the `keep` smallest entries in each row of `rank` [rows, n], from 0 to NO_ROW; the first ones if equal."""
 
     def bit(i, threshold):  # finds the largest threshold with fewer than `keep` below it: the keep-th smallest
         higher = threshold + (1 << (RANK_BITS - 1 - i))
