@@ -192,6 +192,8 @@ class Engine:
             # Each request without a seed gets one, so that requests differ and preemption does not change samples.
             params = dataclasses.replace(request.params, seed=self._random.getrandbits(63))
             request = dataclasses.replace(request, params=params)
+        if not request.arrival:
+            request = dataclasses.replace(request, arrival=time.monotonic())
         request = self._with_deadlines(request)
         for sequence in self._scheduler.add(request):
             self._detokenizers[sequence] = Detokenizer(self.tokenizer, request.params)

@@ -102,7 +102,8 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or its parameters are invalid. Nothing is generated then.
         """
-        return list(self._outputs([self._raw(prompt) for prompt in read_prompts(prompts)], params))
+        arrival = time.monotonic()
+        return list(self._outputs([self._raw(prompt) for prompt in read_prompts(prompts)], params, arrival))
 
     def chat(
         self,
@@ -115,14 +116,16 @@ class LLM:
         Parts of a message may be images, {"type": "image", "image": ...} with a Pillow image, an array, a file's
         bytes or its path, and video, {"type": "video", "video": ...} with a file's bytes, its path or a list of frames.
         """
+        arrival = time.monotonic()
         many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
         prompts = [self._rendered(m, template) for m in cast(Sequence[Messages], many)]
-        return list(self._outputs(prompts, params))
+        return list(self._outputs(prompts, params, arrival))
 
     def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
         """Compute log-probabilities of texts. Generates nothing; whole logits never leave the device."""
+        arrival = time.monotonic()
         params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
-        outputs = self._outputs([self._raw(text) for text in read_prompts(texts)], params)
+        outputs = self._outputs([self._raw(text) for text in read_prompts(texts)], params, arrival)
         scores = []
         for output in outputs:
             entries = output.prompt_logprobs or ()
@@ -132,11 +135,12 @@ class LLM:
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one answer piece by piece. A list of messages is rendered by the chat template."""
+        arrival = time.monotonic()
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             rendered = self._rendered(cast(Messages, prompt), {})
         else:
             rendered = self._raw(read_prompt(prompt))
-        request = self._request(rendered, params or self.default_params())
+        request = self._request(rendered, params or self.default_params(), arrival)
         self._add(request)
         unfinished = request.params.n
         try:
@@ -166,19 +170,20 @@ class LLM:
         items = [pack_part(part, vision.settings, _source(part)) for part in parts]
         return chat_prompt(self.tokenizer, vision.config, messages, items, **template)
 
-    def _request(self, prompt: RenderedPrompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: RenderedPrompt, params: SamplingParams, arrival: float) -> Request:
         return Request(
             id=f"llm-{next(self._names)}",
             prompt_ids=prompt.ids,
             params=params,
-            arrival=time.monotonic(),
+            arrival=arrival,
+            queued_at=time.monotonic(),
             media=prompt.media,
             positions=prompt.positions,
         )
 
-    def _outputs(self, prompts, params) -> Iterator[RequestOutput]:
+    def _outputs(self, prompts, params, arrival: float) -> Iterator[RequestOutput]:
         each = params if isinstance(params, Sequence) else [params or self.default_params()] * len(prompts)
-        requests = [self._request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        requests = [self._request(prompt, p, arrival) for prompt, p in zip(prompts, each, strict=True)]
         for request in requests:
             self.engine.check(request)
         waiting, own = collections.deque(requests), {request.id for request in requests}

@@ -245,6 +245,8 @@ class Dispatcher:
         if params.seed is None:  # drawn here, so that it does not depend on the replica
             params = dataclasses.replace(params, seed=self._random.getrandbits(63))
             request = dataclasses.replace(request, params=params)
+        if not request.arrival:  # here, so that the wait for the replica's thread counts
+            request = dataclasses.replace(request, arrival=time.monotonic())
         replica = replicas[self._router.route(request, [self._loads[replica] for replica in replicas])]
         output = MAX_EXPECTED_OUTPUT if params.max_tokens is None else min(params.max_tokens, MAX_EXPECTED_OUTPUT)
         load = len(request.prompt_ids) + params.n * output

@@ -19,7 +19,9 @@ class Request:
         id: Unique among live requests; the engine rejects a duplicate.
         prompt_ids: Token ids, at least one. Media placeholders are among them, one per feature.
         params: Sampling and stopping parameters.
-        arrival: Arrival time in seconds on the engine's clock. Time to first token is measured from it.
+        arrival: When it arrived, in seconds on the engine's clock (time.monotonic for the real engine). Latencies, time
+            to first token and deadlines are measured from it. 0 means: when it is given to the engine.
+        queued_at: When its inputs were ready, such as fetched images and token ids; None means at its arrival.
         media: Images and video that replace the placeholders, in order, without overlap.
         positions: int32 [3, prompt], rotary positions (time, height, width) of the prompt's tokens, for models with
             M-RoPE. None means 0, 1, 2, ... on all three axes.
@@ -33,12 +35,18 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     arrival: float = 0.0
+    queued_at: float | None = None
     media: tuple[MediaSpan, ...] = ()
     positions: np.ndarray | None = dataclasses.field(default=None, compare=False)
     segments: tuple[Segment, ...] = ()
     slo: SLO | None = None
     cache_salt: str = ""
     forced_ids: tuple[int, ...] = ()
+
+    @property
+    def queued(self) -> float:
+        """When it began to wait for its first step, in seconds on the engine's clock."""
+        return self.arrival if self.queued_at is None else self.queued_at
 
     @functools.cached_property
     def position_delta(self) -> int:

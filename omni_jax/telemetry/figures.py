@@ -108,7 +108,7 @@ def _of_requests(requests: Sequence[RequestRecord]) -> dict[str, Any]:
         "preemptions": sum(request.preemptions for request in requests),
         "slo": attained(requests),
     }
-    for stage in STAGES:
+    for stage in ("input", *STAGES):
         figures[f"{stage}_ms"] = _figures(getattr(request, f"{stage}_seconds") for request in completed)
     for name in OBJECTIVES:
         figures[f"{name}_ms"] = _figures(getattr(request, name) for request in completed)

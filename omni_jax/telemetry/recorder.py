@@ -81,7 +81,7 @@ class _Progress:
         whole = Segment(start=0, stop=len(request.prompt_ids), modality=request_class(request), label="request")
         self.segments = request.segments or (whole,)
         self.stops = [segment.stop for segment in self.segments]
-        self.queued_at = request.arrival  # of the next segment
+        self.queued_at = request.queued  # of the next segment
         self.open: dict[int, _Open] = {}
         self.next = 0  # number of the first segment that no step has computed tokens of
         self.records: list[SegmentRecord] = []  # of ended segments, if a table is logged
@@ -222,7 +222,7 @@ class Recorder:
         request = sequence.request
         for span in request.media if sequence.index == 0 else ():
             began, ended = self._images.get(span.key, (-math.inf, -math.inf))
-            if began < request.arrival:
+            if began < request.queued:
                 continue
             number = bisect.bisect_right(progress.stops, span.start)
             part = dataclasses.replace(
@@ -231,7 +231,7 @@ class Recorder:
             self._add(
                 progress,
                 _segment_record(
-                    sequence, number, part, queued_at=request.arrival, started_at=began, ended_at=ended, steps=1
+                    sequence, number, part, queued_at=request.queued, started_at=began, ended_at=ended, steps=1
                 ),
             )
         if (first := sequence.first_token_at) is None:
@@ -264,11 +264,11 @@ class Recorder:
             self._sink(record)
 
     def _in_the_tower(self, request: Request) -> list[tuple[float, float]]:
-        """The intervals after a request's arrival in which the tower encoded its images, in order, without overlap."""
+        """The intervals after a request was queued in which the tower encoded its images, in order, without overlap."""
         times = sorted(
-            (max(began, request.arrival), ended)
+            (max(began, request.queued), ended)
             for began, ended in (self._images.get(key, (0.0, -math.inf)) for key in {s.key for s in request.media})
-            if ended > request.arrival
+            if ended > request.queued
         )
         merged: list[tuple[float, float]] = []
         for began, ended in times:
@@ -366,10 +366,10 @@ def _request_record(
 ) -> RequestRecord:
     request, reason = sequence.request, sequence.finish_reason
     assert reason is not None
-    arrival, scheduled, first = request.arrival, sequence.scheduled_at, sequence.first_token_at
+    arrival, queued, scheduled, first = request.arrival, request.queued, sequence.scheduled_at, sequence.first_token_at
     left_queue = now if scheduled is None else scheduled
     prefilled = now if first is None else first
-    in_queue, in_prefill = _overlap(tower, arrival, left_queue), _overlap(tower, left_queue, prefilled)
+    in_queue, in_prefill = _overlap(tower, queued, left_queue), _overlap(tower, left_queue, prefilled)
     slo = request.slo or SLO()
     aborted = reason == "abort"
     outputs = sequence.num_output
@@ -381,6 +381,7 @@ def _request_record(
         modality=request_class(request),
         priority=slo.priority,
         arrival=arrival,
+        queued_at=queued,
         scheduled_at=scheduled,
         first_token_at=first,
         ended_at=now,
@@ -389,7 +390,8 @@ def _request_record(
         finish_reason=reason,
         pauses=pauses,
         preemptions=preemptions,
-        queue_seconds=left_queue - arrival - in_queue,
+        input_seconds=queued - arrival,
+        queue_seconds=left_queue - queued - in_queue,
         encode_seconds=in_queue + in_prefill,
         prefill_seconds=None if scheduled is None else prefilled - left_queue - in_prefill,
         decode_seconds=None if first is None else now - first,

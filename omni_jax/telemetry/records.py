@@ -19,7 +19,7 @@ class SegmentRecord:
             number after the last.
         modality, label, compute, priority, deadline, start, stop: As in the segment. An output is due when its last
             token is.
-        queued_at: When all tokens before it were planned; for the first segment, the request's arrival. Until it
+        queued_at: When all tokens before it were planned; for the first segment, `Request.queued`. Until it
             starts it counts as queued, even while its image is being encoded.
         started_at: When the first step with tokens of it was planned.
         ended_at: When the step with its last token was read. Recomputation after that changes nothing.
@@ -55,8 +55,8 @@ class SegmentRecord:
 class RequestRecord:
     """A continuation that ended. Times are seconds on the engine's clock, None if the event did not happen.
 
-    The stages add up to the whole time. Time before the first token in which an image is in the vision tower belongs to
-    the stage encode, not to queue or prefill.
+    The stages add up to the whole time. Time in the queue and up to the first token in which an image is in the vision
+    tower belongs to the stage encode, not to queue or prefill.
 
     Attributes:
         request_id: Id of the request.
@@ -64,6 +64,7 @@ class RequestRecord:
         modality: Class of the request (`request_class`).
         priority: Priority of the request; smaller is more urgent.
         arrival: When it arrived.
+        queued_at: When its inputs were ready, and it began to wait.
         scheduled_at: When it first left the queue.
         first_token_at: When its first token was read.
         ended_at: When it ended.
@@ -71,7 +72,8 @@ class RequestRecord:
         finish_reason: stop, length, abort or error.
         pauses: Number of pauses.
         preemptions: Number of preemptions.
-        queue_seconds, encode_seconds, prefill_seconds, decode_seconds: Durations of the stages.
+        input_seconds: Duration of the first stage: from the arrival until its inputs were ready.
+        queue_seconds, encode_seconds, prefill_seconds, decode_seconds: Durations of the other stages.
         ttft_met, tpot_met, e2e_met: Whether the objective was met. None if there was none, if the client disconnected
             before it was missed, and for tpot if the output has fewer than two tokens.
     """
@@ -81,6 +83,7 @@ class RequestRecord:
     modality: Modality
     priority: int
     arrival: float
+    queued_at: float
     scheduled_at: float | None
     first_token_at: float | None
     ended_at: float
@@ -89,6 +92,7 @@ class RequestRecord:
     finish_reason: FinishReason
     pauses: int
     preemptions: int
+    input_seconds: float
     queue_seconds: float
     encode_seconds: float
     prefill_seconds: float | None

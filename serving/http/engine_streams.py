@@ -101,7 +101,6 @@ def _merged_choice(deltas: list[Delta]) -> Delta:
 
 async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Metrics) -> AsyncIterator[Delta]:
     """The same stream; records its latencies and token counts in the metrics, and logs a line at its end."""
-    start = time.monotonic()
     first_token: float | None = None
     latest: dict[int, float] = {}  # choice -> time of its latest token
     generated = cached = 0
@@ -116,14 +115,14 @@ async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Met
                 if delta.index in latest:
                     metrics.next_tokens(now - latest[delta.index], len(delta.token_ids))
                 else:
-                    metrics.first_token(now - start)
-                    first_token = now - start if first_token is None else first_token
+                    metrics.first_token(now - request.arrival)
+                    first_token = now - request.arrival if first_token is None else first_token
                 latest[delta.index] = now
             if delta.finish_reason:
                 reasons[delta.index] = delta.finish_reason
             yield delta
     finally:
-        seconds = time.monotonic() - start
+        seconds = time.monotonic() - request.arrival
         _log_end(request, cached, generated, first_token, seconds, sorted(set(reasons.values())))
     if not {"error", "abort"} & set(reasons.values()):
         metrics.request_finished(

@@ -13,9 +13,10 @@ from omni_jax.requests import EngineError, InvalidRequest, Unavailable
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID: web.RequestKey[str] = web.RequestKey(
-    "request_id", str
-)  # id of an HTTP request in the log and in X-Request-Id
+# Id of an HTTP request in the log and in X-Request-Id.
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+# When the head of a request was read, in seconds of time.monotonic, which is the engine's clock.
+ARRIVAL: web.RequestKey[float] = web.RequestKey("arrival", float)
 
 MAX_MESSAGE_LENGTH = 1000  # characters, however long the values are that a message quotes
 MAX_REPR_LENGTH = 200  # characters of a value that a message quotes

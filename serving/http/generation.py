@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from omni_jax.inputs import Prompt
 from omni_jax.requests import Delta, Request
 from serving.http.engine_streams import PromptDelta, merged, stream_deltas
-from serving.http.errors import REQUEST_ID
+from serving.http.errors import ARRIVAL, REQUEST_ID
 from serving.http.request_models import GenerationRequest, read_object, validate
 from serving.http.response_models import PromptTokensDetails, Usage
 from serving.http.sampling import sampling_params
@@ -73,7 +73,7 @@ class Endpoint(Generic[R]):
 async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamResponse:
     """Answers a POST to `endpoint`, whole or as a stream."""
     server = request.app[SERVER]
-    call = await _prepare(server, endpoint, await read_body(request))
+    call = await _prepare(server, endpoint, await read_body(request), request[ARRIVAL])
     if header_safe(call.request.request_id):
         request[REQUEST_ID] = call.request.request_id
     async with stream_deltas(server, call.engine_requests) as batches:
@@ -83,7 +83,7 @@ async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamR
         return await server.in_thread(_whole_response, server, endpoint, call, deltas)
 
 
-async def _prepare(server: Server, endpoint: Endpoint[R], raw: bytes) -> Call[R]:
+async def _prepare(server: Server, endpoint: Endpoint[R], raw: bytes, arrival: float) -> Call[R]:
     body, request, model = await server.in_thread(_read_request, server, endpoint.request_type, raw)
     prompts = await endpoint.make_prompts(server, request, body)
     response_id = new_id(endpoint.id_prefix)
@@ -92,7 +92,7 @@ async def _prepare(server: Server, endpoint: Endpoint[R], raw: bytes) -> Call[R]
         created=int(time.time()),
         model=model,
         request=request.without_media(),
-        engine_requests=await server.in_thread(_engine_requests, server, request, response_id, prompts),
+        engine_requests=await server.in_thread(_engine_requests, server, request, response_id, prompts, arrival),
     )
 
 
@@ -106,7 +106,7 @@ def _read_request(server: Server, kind: type[R], raw: bytes) -> tuple[dict[str, 
 
 
 def _engine_requests(
-    server: Server, request: GenerationRequest, response_id: str, prompts: Sequence[Prompt]
+    server: Server, request: GenerationRequest, response_id: str, prompts: Sequence[Prompt], arrival: float
 ) -> tuple[Request, ...]:
     info = server.engine.info
     params = [
@@ -120,13 +120,14 @@ def _engine_requests(
         for prompt in prompts
     ]
     segments = [server.cutter.cut(prompt.ids, prompt.media, request.segment_policy) for prompt in prompts]
-    arrival, slo = time.monotonic(), request.slo()
+    queued_at, slo = time.monotonic(), request.slo()
     return tuple(
         Request(
             id=response_id if len(prompts) == 1 else f"{response_id}-{position}",
             prompt_ids=prompt.ids,
             params=params[position],
             arrival=arrival,
+            queued_at=queued_at,
             media=prompt.media,
             positions=prompt.positions,
             segments=segments[position],

@@ -15,7 +15,7 @@ from aiohttp import web
 from omni_jax.requests import EngineError
 from serving.http.chat import chat_completions
 from serving.http.completions import completions
-from serving.http.errors import REQUEST_ID, ApiError, error_middleware
+from serving.http.errors import ARRIVAL, REQUEST_ID, ApiError, error_middleware
 from serving.http.media import open_session
 from serving.http.metrics import CONTENT_TYPE, Metrics
 from serving.http.prompt_cutter import PolicySpec, PromptCutter
@@ -82,7 +82,7 @@ def make_app(
     )
     app = web.Application(
         client_max_size=settings.max_body_size,
-        middlewares=[_set_request_id, error_middleware, _key_check(security.api_key)],
+        middlewares=[_arrived, error_middleware, _key_check(security.api_key)],
     )
     app[SERVER] = server
     app.add_routes(
@@ -114,8 +114,10 @@ async def _resources(app: web.Application) -> AsyncIterator[None]:
 
 
 @web.middleware
-async def _set_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Takes X-Request-Id for the response header and the log. Ids of engine requests are always the server's own."""
+async def _arrived(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Notes the time, before the body is read. Takes X-Request-Id for the response header and the log; ids of engine
+    requests are always the server's own."""
+    request[ARRIVAL] = time.monotonic()
     given = request.headers.get("X-Request-Id")
     request[REQUEST_ID] = given if header_safe(given) else new_id("req")
     return await handler(request)

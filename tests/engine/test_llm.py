@@ -1,11 +1,14 @@
 """LLM, the Python interface."""
 
+import time
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from omni_jax import LLM, SamplingParams
-from omni_jax.requests import InvalidRequest
+from omni_jax.requests import InvalidRequest, Request
+from omni_jax.requests.slo import SLO
 from tests import tiny
 from tests.engines import assert_idle, greedy, load_tiny, sharing
 from tests.goldens import make
@@ -35,6 +38,31 @@ def test_outputs_are_in_the_order_of_the_prompts(llm):
     assert [output.prompt_ids for output in outputs] == [(3 + i,) for i in range(40)]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + 7 * i % 23 for i in range(40)]
     assert_idle(llm.engine)
+
+
+def test_a_request_arrives_with_the_call_and_not_when_its_text_is_tokenised(llm, monkeypatch):
+    asked, encode, add = [], llm.tokenizer.encode, llm.engine.add
+    encoded = []
+    monkeypatch.setattr(llm.engine, "add", lambda request: (asked.append(request), add(request)))
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *args: (encoded.append(time.monotonic()), encode(*args))[1])
+    calls = [
+        lambda: llm.generate("one", greedy(max_tokens=1)),
+        lambda: llm.score("one two"),
+        lambda: list(llm.stream("one", greedy(max_tokens=1))),
+    ]
+    for call in calls:
+        before = time.monotonic()
+        call()
+        assert before <= asked[-1].arrival <= encoded[-1] <= asked[-1].queued_at
+
+
+def test_a_request_without_an_arrival_arrives_when_the_engine_gets_it(llm):
+    before = time.monotonic()
+    llm.engine.add(Request(id="a", prompt_ids=(1, 2), params=greedy(max_tokens=1), slo=SLO(ttft_ms=60_000)))
+    while llm.engine.has_work:
+        llm.engine.step()
+    figures = llm.engine.recorder.summary()["requests"]["by_class"]["text"]
+    assert figures["ttft_ms"]["mean"] <= 1000 * (time.monotonic() - before)
 
 
 def test_prompts_may_be_one_or_several_texts_or_ids(llm):

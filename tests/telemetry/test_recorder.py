@@ -19,12 +19,13 @@ from omni_jax.telemetry.records import RequestRecord, SegmentRecord
 from tests.scheduling.loop import Loop, image_span
 
 
-def sequence_of(prompt=10, *, id="r", arrival=0.0, segments=(), media=(), slo=None, index=0) -> Sequence:
+def sequence_of(prompt=10, *, id="r", arrival=0.0, queued=None, segments=(), media=(), slo=None, index=0) -> Sequence:
     request = Request(
         id=id,
         prompt_ids=tuple(range(prompt)),
         params=SamplingParams(),
         arrival=arrival,
+        queued_at=queued,
         segments=tuple(segments),
         media=tuple(media),
         slo=slo,
@@ -165,6 +166,27 @@ def test_the_stages_of_a_request_add_up_to_its_duration():
     assert (record.ttft, record.tpot) == (10.0, 2.0)
     encoded = [r for r in of(records, SegmentRecord) if r.compute == "encode"]
     assert [(r.start, r.started_at, r.ended_at) for r in encoded] == [(1, 11, 13), (4, 14.5, 17), (7, 11, 13)]
+
+
+def test_the_time_until_the_inputs_are_ready_is_a_stage_and_counts_in_every_latency():
+    records = []
+    recorder = Recorder(segments=True, sink=records.append)
+    media = [image_span("a", 1, 2)]
+    slo = SLO(ttft_ms=3500, e2e_ms=9500)
+    s = sequence_of(10, arrival=10.0, queued=12.0, media=media, slo=slo)
+    recorder.encoding(media, 11.0)  # for another request, while this one fetched the same image
+    recorder.encoded(media, 12.5)
+    recorder.planned(plan := plan_of((s, 0, 10)), 13.0)
+    recorder.committed(plan, 14.0)
+    end(recorder, s, 20.0, scheduled=13.0, first=14.0, outputs=6)
+    (record,) = of(records, RequestRecord)
+    assert (record.input_seconds, record.queue_seconds, record.encode_seconds) == (2.0, 0.5, 0.5)
+    assert (record.prefill_seconds, record.decode_seconds) == (1.0, 6.0)
+    assert (record.ttft, record.e2e) == (4.0, 10.0)
+    assert (record.ttft_met, record.e2e_met) == (False, False)
+    first, *_ = of(records, SegmentRecord)
+    assert (first.queued_at, first.started_at) == (12.0, 13.0)
+    assert recorder.summary()["requests"]["by_class"]["image"]["input_ms"]["mean"] == 2000
 
 
 def test_images_that_share_a_call_of_the_tower_count_its_time_once():
