@@ -14,6 +14,7 @@ from pydantic import PlainValidator
 from omni_jax.lab.settings import check_keys, read
 from omni_jax.memory import make_recycling
 from omni_jax.requests.slo import SLO
+from omni_jax.scheduling.router import make_router
 from omni_jax.segments import make_policy
 from omni_jax.simulation.workload import KINDS, Arrival, Bursts, Mix, generate, read_trace
 from omni_jax.yaml_file import read_mapping
@@ -54,6 +55,8 @@ class Arm:
         enable_prefix_caching: whether requests with a common prefix share cached blocks.
         recycling_policy: value of --recycling-policy: the order in which cached blocks are evicted.
         aging_seconds: with slo, seconds after which a waiting request rises by one class.
+        router: with replicas, which of them gets a request: round_robin, least_loaded or prefix_aware; None: the
+            engine's, prefix_aware with a prefix cache and least_loaded without one.
         slo: objectives by kind of request that this arm's scheduler gets instead of the experiment's. Requests are
             judged by the experiment's objectives in every arm.
     """
@@ -67,12 +70,15 @@ class Arm:
     enable_prefix_caching: bool = True
     recycling_policy: str = "by_modality"
     aging_seconds: float = 10.0
+    router: str | None = None
     slo: Mapping[str, SLO] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         _check_name(self.name)
         make_policy(self.segment_policy, allow_custom=True)
         make_recycling(self.recycling_policy)
+        if self.router is not None:
+            make_router(self.router)
         check_keys(self.slo, KINDS, "slo")
         if not self.aging_seconds > 0:
             raise ValueError(f"aging_seconds must be above 0, got {self.aging_seconds}")
@@ -136,6 +142,7 @@ class Experiment:
             a config.json.
         gpu: simulated: name in omni_jax.cost.GPUS; its roofline gives the step times.
         devices: simulated: number of GPUs that share one copy of the model.
+        replicas: simulated: number of replicas behind a router, each with its own devices.
         step_times: simulated: measured step times instead of a GPU: step-times.json of an earlier run.
         engine: settings that all arms share.
         slo: objectives by kind of request, by which all arms are judged.
@@ -156,6 +163,7 @@ class Experiment:
     model: str = TINY_VL
     gpu: str | None = None
     devices: int = 1
+    replicas: int = 1
     step_times: Path | None = None
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
     slo: Mapping[str, SLO] = dataclasses.field(default_factory=dict)
@@ -183,13 +191,19 @@ class Experiment:
                 raise ValueError(f"{what} must not be empty")
         if len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds must differ and be at least 0, got {list(self.seeds)}")
-        for what in ("requests", "devices", "resamples"):
+        for what in ("requests", "devices", "replicas", "resamples"):
             if getattr(self, what) < 1:
                 raise ValueError(f"{what} must be at least 1, got {getattr(self, what)}")
         if self.backend == "simulated" and (self.gpu is None) == (self.step_times is None):
             raise ValueError("backend: simulated needs either gpu or step_times")
-        if self.backend == "real" and (self.gpu is not None or self.step_times is not None or self.devices != 1):
-            raise ValueError("gpu, devices and step_times need backend: simulated")
+        if self.backend == "real" and (self.gpu, self.step_times, self.devices, self.replicas) != (None, None, 1, 1):
+            raise ValueError("gpu, devices, replicas and step_times need backend: simulated")
+        if self.replicas == 1 and any(arm.router is not None for arm in self.arms):
+            raise ValueError("router needs replicas above 1: a single replica gets every request")
+
+    def router(self, arm: Arm) -> str:
+        """The router of an arm; without one, the engine's for several replicas."""
+        return arm.router or ("prefix_aware" if arm.enable_prefix_caching else "least_loaded")
 
     @property
     def baseline_arm(self) -> Arm:
@@ -221,6 +235,18 @@ def load_experiment(path: Path) -> Experiment:
         OSError: the file cannot be read.
     """
     return parse_experiment(read_mapping(path), str(path), base=path.parent)
+
+
+def with_fleet(experiment: Experiment, *, replicas: int | None = None, router: str | None = None) -> Experiment:
+    """Return the experiment with another number of replicas, and with one router for all arms; None: no change.
+
+    Raises:
+        ValueError: the experiment does not simulate, or the router is unknown.
+    """
+    arms = experiment.arms
+    if router is not None:
+        arms = tuple(dataclasses.replace(arm, router=router) for arm in arms)
+    return dataclasses.replace(experiment, replicas=replicas or experiment.replicas, arms=arms)
 
 
 def parse_experiment(tree: Mapping[str, Any], where: str = "experiment", *, base: Path = Path()) -> Experiment:
@@ -367,7 +393,7 @@ def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
 
 def shared_settings(experiment: Experiment) -> dict[str, Any]:
     """Return the settings that all numbers of an experiment depend on."""
-    names = ("backend", "model", "gpu", "devices", "step_times", "engine", "slo")
+    names = ("backend", "model", "gpu", "devices", "replicas", "step_times", "engine", "slo")
     shared = {name: plain(getattr(experiment, name)) for name in names}
     del shared["engine"]["compilation_cache_dir"]
     return shared

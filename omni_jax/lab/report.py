@@ -105,7 +105,7 @@ def _setup(experiment: Experiment, capacities: Mapping[str, float], facts: Mappi
         [
             f"{arm.name}{' (baseline)' if arm == experiment.baseline_arm else ''}",
             _policy(arm),
-            arm.scheduling_policy,
+            arm.scheduling_policy + (f", {experiment.router(arm)}" if experiment.replicas > 1 else ""),
             "yes" if arm.enable_chunked_prefill else "no",
             str(arm.max_num_batched_tokens or experiment.engine.max_num_batched_tokens or "default"),
             arm.about.strip().replace("\n", " "),

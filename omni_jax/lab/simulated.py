@@ -55,7 +55,14 @@ class SimulatedBackend:
             for arrival in sorted(arrivals, key=lambda arrival: arrival.at)
         ]
         try:
-            result = simulate_requests(requests, config, cost, segments=False)
+            result = simulate_requests(
+                requests,
+                config,
+                cost,
+                replicas=self._experiment.replicas,
+                router=self._experiment.router(arm),
+                segments=False,
+            )
         except InvalidRequest as error:
             raise ValueError(f"a request of the workload can never run: {error}") from error
         if done is not None:
@@ -66,18 +73,20 @@ class SimulatedBackend:
 
     def max_running(self, arm: Arm) -> int:
         """See Backend."""
-        return self._parts(arm)[0].max_num_seqs
+        return self._parts(arm)[0].max_num_seqs * self._experiment.replicas
 
     def facts(self) -> Mapping[str, Any]:
         """See Backend."""
         config, cost, _ = self._parts(self._experiment.baseline_arm)
-        facts = {"omni-jax": version("omni-jax"), "Python": platform.python_version()}
+        facts: dict[str, Any] = {"omni-jax": version("omni-jax"), "Python": platform.python_version()}
         if isinstance(cost, Roofline):
             facts |= {
                 "parameters": f"{cost.sizes.parameters / 1e9:.2f} billion",
                 "assumed share of peak FLOP/s": cost.mfu,
                 "assumed share of memory bandwidth": cost.mbu,
             }
+        if self._experiment.replicas > 1:
+            facts["replicas"] = self._experiment.replicas
         return facts | {
             "sequences at once": config.max_num_seqs,
             "tokens a step": config.max_num_batched_tokens,

@@ -97,12 +97,15 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {
 }
 
 
-def make_router(name: str) -> Router:
+def make_router(name: str, *, block_size: int = 32) -> Router:
     """Make a router by its name in ROUTERS.
+
+    Args:
+        block_size: Tokens per block of the replicas; prefix_aware counts prefixes in blocks.
 
     Raises:
         ValueError: The name is unknown.
     """
     if name not in ROUTERS:
         raise ValueError(f"unknown router {name!r}; expected one of {', '.join(ROUTERS)}")
-    return ROUTERS[name]()
+    return PrefixAware(block_size=block_size) if name == "prefix_aware" else ROUTERS[name]()

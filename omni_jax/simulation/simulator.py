@@ -126,7 +126,7 @@ def simulate_requests(
     """Run `simulate` on requests in order of arrival. Only live requests are kept in memory."""
     if replicas < 1:
         raise ValueError(f"a fleet needs at least one replica, got {replicas}")
-    chooser = make_router(router) if isinstance(router, str) else router
+    chooser = make_router(router, block_size=replica.block_size) if isinstance(router, str) else router
     ended: list[Record] = []
     steps: list[Step] = []
     recorder = Recorder(segments=segments, sink=ended.append)

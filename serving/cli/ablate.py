@@ -3,10 +3,10 @@
 import json
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from cyclopts.types import ExistingFile
+from cyclopts.types import ExistingFile, PositiveInt
 
 from serving.cli.options import AsJson, LogLevel, Switch
 from serving.cli.support import expected_errors, fail, find_custom_functions, log_to_stderr, usage_error
@@ -19,6 +19,8 @@ def ablate(
     /,
     *,
     out: Annotated[Path, Parameter(name=("--out", "-o"))],
+    replicas: PositiveInt | None = None,
+    router: Literal["round_robin", "least_loaded", "prefix_aware"] | None = None,
     overwrite: Annotated[bool, Switch] = False,
     report_only: Annotated[bool, Switch] = False,
     as_json: AsJson = False,
@@ -31,18 +33,20 @@ def ablate(
     Args:
         experiment: YAML file with arms, mixes, rates and seeds.
         out: Directory of the results.
+        replicas: Number of replicas behind a router, instead of the file's (in simulation).
+        router: What chooses the replica of a request, in all arms, instead of the file's.
         overwrite: Replace results that were made with other settings. Without it, such results are an error.
         report_only: Run nothing; write tables, figures and report of the results that are there.
         as_json: Print one JSON object instead of text.
         log_level: Least severe messages that are logged.
     """
     log_to_stderr(log_level)
-    from omni_jax.lab.experiment import load_experiment
+    from omni_jax.lab.experiment import load_experiment, with_fleet
     from omni_jax.lab.run import OtherSettings, run_experiment, write_results
 
     find_custom_functions()
     try:
-        loaded = load_experiment(experiment)
+        loaded = with_fleet(load_experiment(experiment), replicas=replicas, router=router)
     except ValueError as error:
         usage_error(str(error))
     try:

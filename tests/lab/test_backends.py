@@ -9,7 +9,7 @@ import pytest
 from checkpoints.reader import faults
 from omni_jax.cost import TableCost
 from omni_jax.inputs import Tokenizer
-from omni_jax.lab.experiment import Arm, parse_experiment, workload
+from omni_jax.lab.experiment import Arm, parse_experiment, with_fleet, workload
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import RunRecorder, make_run
 from omni_jax.lab.run import run_experiment
@@ -148,6 +148,34 @@ def test_a_simulated_run_has_all_tokens():
         assert all(0 <= segment.started_at < segment.ended_at for segment in run.segments)
     hybrid = {segment.modality for segment in run.segments}
     assert hybrid == {"text", "image", "table"}
+
+
+def test_a_fleet_serves_what_one_replica_would_queue():
+    """Requests all arrive at once: four replicas end sooner than one, and each request runs once."""
+    arrivals = [dataclasses.replace(arrival, at=0.0) for arrival in workload(experiment(**GPU), "usual", 1, rate=1.0)]
+    ends = {}
+    for replicas, router in ((1, None), (4, "round_robin"), (4, "least_loaded"), (4, None)):
+        spec = with_fleet(experiment(**GPU), replicas=replicas, router=router)
+        backend = SimulatedBackend(spec)
+        run = backend.replay(spec.arms[0], arrivals)
+        assert sorted(row.id for row in run.requests) == sorted(arrival.id for arrival in arrivals)
+        assert backend.max_running(spec.arms[0]) == 16 * replicas
+        ends[replicas, router] = max(row.ended_at for row in run.requests)
+    assert max(end for (replicas, _), end in ends.items() if replicas == 4) < ends[1, None]
+    assert ends[4, "round_robin"] != ends[4, "least_loaded"]
+
+
+def test_the_command_line_sets_the_fleet(tmp_path):
+    file = tmp_path / "fleet.yaml"
+    file.write_text(json.dumps(EXPERIMENT | GPU | {"requests": 8, "seeds": [1], "rates": ["90%"], "slowdown": False}))
+    ended = run_command("ablate", file, "-o", tmp_path / "out", "--replicas", "3", "--router", "round_robin")
+    assert ended.exit_code == 0, ended.stderr
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "replicas 3" in report
+    assert "fcfs, round_robin" in report
+    one = run_command("ablate", file, "-o", tmp_path / "out", "--router", "round_robin")
+    assert one.exit_code == 2
+    assert "router needs replicas above 1" in one.stderr
 
 
 def test_no_request_is_faster_in_company_than_alone():
