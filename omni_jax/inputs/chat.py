@@ -60,13 +60,16 @@ class MediaPart:
         modality: "image" or "video".
         source: a URL or path as text, bytes of a file, a Pillow image, or an array; for a video also a list of frames.
         where: the part's place in the request for error messages, for example "messages[0].content[1]".
-        options: the part's mm_processor_kwargs, not validated: min_pixels, max_pixels, fps, num_frames.
+        options: min_pixels, max_pixels, fps, num_frames, not validated: from fields of the part (qwen-vl-utils' names)
+            and its mm_processor_kwargs, which come first.
+        low_detail: whether the part has OpenAI's detail "low".
     """
 
     modality: MediaModality
     source: Any
     where: str
     options: Mapping[str, Any]
+    low_detail: bool = False
 
 
 # Part type, which is also the key of its source -> (modality, whether the source is a URL as in OpenAI's parts).
@@ -76,6 +79,22 @@ _MEDIA_PARTS: dict[str, tuple[MediaModality, bool]] = {
     "video_url": ("video", True),
     "video": ("video", False),
 }
+# Fields of a part, or of the object with its URL, that select pixels and frames: qwen-vl-utils' names -> ours.
+_OPTION_FIELDS = {
+    "min_pixels": "min_pixels",
+    "max_pixels": "max_pixels",
+    "fps": "fps",
+    "sample_fps": "fps",  # of a list of frames
+    "nframes": "num_frames",
+    "num_frames": "num_frames",
+}
+# Its other fields. Ignoring them would show the model something else than was asked for.
+_REFUSED_FIELDS = (
+    *("resized_height", "resized_width", "total_pixels", "min_frames", "max_frames", "video_start", "video_end"),
+    "raw_fps",
+)
+_DETAILS = ("auto", "high", "low", "original")  # OpenAI's
+
 # Roles whose messages may have images and video: user as in OpenAI's API, and tool, for example for screenshots.
 # Models were not trained on images in system or assistant messages.
 _MEDIA_ROLES = ("user", "tool")
@@ -180,8 +199,30 @@ def _part(part: Any, where: str, role: Any, modalities: Collection[MediaModality
     options = part.get("mm_processor_kwargs")
     if not isinstance(options, Mapping | None):
         raise _invalid(f"{where}.mm_processor_kwargs must be an object, got {type(options).__name__}")
-    source = _url(part.get(kind), f"{where}.{kind}") if is_url else _source(part.get(kind), f"{where}.{kind}", modality)
-    return MediaPart(modality=modality, source=source, where=where, options=dict(options or {}))
+    given = part.get(kind)
+    fields = dict(given) | part if isinstance(given, Mapping) else part
+    source = _url(given, f"{where}.{kind}") if is_url else _source(given, f"{where}.{kind}", modality)
+    return MediaPart(
+        modality=modality,
+        source=source,
+        where=where,
+        options=_option_fields(fields, where) | dict(options or {}),
+        low_detail=modality == "image" and _detail(fields, where) == "low",
+    )
+
+
+def _option_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for name in _REFUSED_FIELDS:
+        if fields.get(name) is not None:
+            raise _invalid(f"{where}.{name} is not supported; supported are {', '.join(_OPTION_FIELDS)}")
+    return {ours: fields[name] for name, ours in _OPTION_FIELDS.items() if fields.get(name) is not None}
+
+
+def _detail(fields: Mapping[str, Any], where: str) -> str:
+    detail = fields.get("detail")
+    if detail is not None and detail not in _DETAILS:
+        raise _invalid(f"{where}: detail must be {', '.join(map(repr, _DETAILS))}, got {_shorten(detail)}")
+    return detail or "auto"
 
 
 def _url(value: Any, where: str) -> str:

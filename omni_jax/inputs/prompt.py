@@ -17,7 +17,9 @@ from omni_jax.requests import InvalidRequest, MediaModality, MediaSpan
 if TYPE_CHECKING:  # models import JAX, which nothing here needs
     from omni_jax.models import VisionConfig
 
-# mm_processor_kwargs that a request may set for one image or video.
+LOW_DETAIL_PIXELS = 512 * 512  # of an image with OpenAI's detail "low", as there
+
+# Options that a request may set for one image or video.
 _OPTIONS: dict[MediaModality, frozenset[str]] = {
     "image": frozenset({"min_pixels", "max_pixels"}),
     "video": frozenset({"min_pixels", "max_pixels", "fps", "num_frames"}),
@@ -79,6 +81,8 @@ def pack_part(part: MediaPart, settings: VisionSettings, source: Any = None) -> 
     source = part.source if source is None else source
     try:
         options = _checked_options(part)
+        if part.low_detail:
+            options.setdefault("max_pixels", min(LOW_DETAIL_PIXELS, settings.max_pixels))
         if part.modality == "image":
             return pack_image(as_image(source), settings, **options)
         bounds = {name: options[name] for name in ("min_pixels", "max_pixels") if name in options}
@@ -198,9 +202,9 @@ def _checked_options(part: MediaPart) -> dict[str, Any]:
     known = _OPTIONS[part.modality]
     if unknown := sorted(map(str, options.keys() - known)):
         raise InvalidRequest(
-            f"mm_processor_kwargs has {', '.join(unknown)}; supported for {part.modality}: {', '.join(sorted(known))}"
+            f"{', '.join(unknown)} cannot be set here; supported for {part.modality}: {', '.join(sorted(known))}"
         )
     for name in ("min_pixels", "max_pixels"):
         if name in options and type(options[name]) is not int:
-            raise InvalidRequest(f"mm_processor_kwargs.{name} must be a whole number, got {options[name]!r}")
+            raise InvalidRequest(f"{name} must be a whole number, got {options[name]!r}")
     return options

@@ -86,8 +86,8 @@ def _checked_parts(server: Server, conversation: Conversation, vision: VisionInp
     """The images and videos to fetch, in order, after all checks that need no fetch."""
     field = "mm_processor_kwargs"
     given = conversation.mm_processor_kwargs or {}
-    _check_allowed(server, given, field)
     request_options = processor_options(given, where=field, param=field)
+    _check_allowed(server, request_options, field)
     parts = media_parts(conversation.messages, modalities=modalities_of(server.engine.tokenizer, vision.config))
     for modality, count in Counter(part.modality for part in parts).items():
         if count > (limit := server.media.limits[modality]):
@@ -102,11 +102,11 @@ def _checked_part(
     server: Server, part: MediaPart, request_options: Mapping[str, int | float], settings: VisionSettings
 ) -> MediaPart:
     """The part with its own options over the request's. Splits a data:video/jpeg URI into its frames."""
-    where = f"{part.where}.mm_processor_kwargs"
-    _check_allowed(server, part.options, where)
     known = [name for name in PROCESSOR_OPTIONS if part.modality == "video" or name.endswith("_pixels")]
     options = {name: value for name, value in request_options.items() if name in known}
-    options |= processor_options(part.options, where=where, param="messages", known=known)
+    own = processor_options(part.options, where=part.where, param="messages", known=known)
+    _check_allowed(server, own, part.where)
+    options |= own
     source = part.source
     if part.modality == "video" and isinstance(source, str) and (header := _FRAME_LIST.match(source)):
         frames = source[header.end() :].split(",", settings.max_frames)  # at most one too many, for the check below
@@ -122,7 +122,8 @@ def _checked_part(
 def _check_allowed(server: Server, options: Mapping[str, Any], where: str) -> None:
     if options and not server.media.allow_mm_processor_kwargs:
         raise InvalidRequest(
-            f"{where} is not allowed by this server (--allow-mm-processor-kwargs)", param=where.partition("[")[0]
+            f"{where} sets {', '.join(options)}, which this server does not allow (--no-allow-mm-processor-kwargs)",
+            param=where.partition("[")[0],
         )
 
 

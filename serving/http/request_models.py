@@ -385,7 +385,7 @@ def processor_options(
     for name, value in options.items():
         if name not in known:
             raise InvalidRequest(
-                f"{where} has the unknown option {bounded_repr(name)}; known are {', '.join(known)}", param=param
+                f"{where} has the unknown option {bounded_repr(name)}; known here are {', '.join(known)}", param=param
             )
         whole = PROCESSOR_OPTIONS[name] is int
         if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < float("inf"):

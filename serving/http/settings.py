@@ -52,11 +52,12 @@ class MediaSettings(Settings):
     Attributes:
         limit_mm_per_prompt: Maximum number of images and videos in a request: image=16,video=1 or JSON. A modality that
             is left out keeps its default.
-        allow_mm_processor_kwargs: Let requests set min_pixels, max_pixels, fps and num_frames.
+        allow_mm_processor_kwargs: Let requests set min_pixels, max_pixels, fps and num_frames, within the limits of the
+            server.
     """
 
     limit_mm_per_prompt: str | Mapping[str, int] = "image=16,video=1"
-    allow_mm_processor_kwargs: bool = False
+    allow_mm_processor_kwargs: bool = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -425,12 +425,12 @@ def test_a_part_is_packed_by_its_options():
         (
             IMAGE | {"mm_processor_kwargs": {"fps": 3}},
             b"",
-            r"content\[1\]: mm_processor_kwargs has fps; supported for image",
+            r"content\[1\]: fps cannot be set here; supported for image",
         ),
         (
             VIDEO | {"mm_processor_kwargs": {"mode": 3}},
             b"",
-            r"has mode; supported for video: fps, max_pixels, min_pixels",
+            r"mode cannot be set here; supported for video: fps, max_pixels, min_pixels",
         ),
         (IMAGE | {"mm_processor_kwargs": {"max_pixels": "9"}}, b"", r"max_pixels must be a whole number, got '9'"),
         (

@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
-def options(*, timeout: float = 30.0, allow: bool = False, **limits) -> dict[str, Settings]:
+def options(*, timeout: float = 30.0, allow: bool = True, **limits) -> dict[str, Settings]:
     """Arguments of `make_app` that allow fetches from loopback."""
     return {
         "media": MediaSettings(limit_mm_per_prompt=limits, allow_mm_processor_kwargs=allow),

@@ -1,5 +1,6 @@
 """Limits on the images and videos of a request. Violations are rejected before any fetch."""
 
+import dataclasses
 import json
 
 import pytest
@@ -31,7 +32,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def client(engine):
-    async with serving(engine, **options(allow=True)) as client:
+    async with serving(engine, **options()) as client:
         yield client
 
 
@@ -118,6 +119,48 @@ async def test_mm_processor_kwargs_change_the_number_of_tokens(client, engine):
     small = large | {"mm_processor_kwargs": {"max_pixels": 4 * unit}}
     assert await tokens(parts=[small, large]) == 4 + 64
     assert await tokens(parts=[small, large], mm_processor_kwargs={"max_pixels": 16 * unit}) == 4 + 16
+    assert await tokens(parts=[ten | {"nframes": 4, "max_pixels": 9 * unit}]) == 9 * 2  # as qwen-vl-utils has them
+    assert await tokens(parts=[ten | {"fps": 0.8}], mm_processor_kwargs={"fps": 2}) == 16 * 2
+    listed = {"type": "video", "video": [data_uri(png(RED, (8, 8)))] * 4, "sample_fps": 4, "min_pixels": 16 * unit}
+    assert await tokens(parts=[listed]) == 16 * 2
+
+
+async def test_pixel_limits_beside_an_image_count(client, engine):
+    """qwen-vl-utils' and DashScope's places: beside the source, or in the object with the URL."""
+    uri, unit = data_uri(png(RED, (64, 64))), 64
+    for part in (
+        {"type": "image_url", "image_url": {"url": uri}, "max_pixels": 16 * unit},
+        {"type": "image_url", "image_url": {"url": uri, "max_pixels": 16 * unit}},
+        {"type": "image", "image": uri, "min_pixels": 4 * unit, "max_pixels": 16 * unit},
+        {"type": "image", "image": uri, "max_pixels": unit, "mm_processor_kwargs": {"max_pixels": 16 * unit}},
+    ):
+        await ask(client, part)
+        assert engine.requests[-1].media[0].length == 16
+    for name in ("resized_height", "resized_width", "total_pixels", "video_start", "min_frames"):
+        for part in (url_part(uri) | {name: 64}, {"type": "image_url", "image_url": {"url": uri, name: 64}}):
+            await assert_rejected(client, body(part), match=f"messages[0].content[0].{name} is not supported")
+    await assert_rejected(client, body(url_part(uri) | {"max_pixels": 8193}), match="the server's limit is 8,192")
+    await assert_rejected(client, body(url_part(uri) | {"max_pixels": "64"}), match="content[0].max_pixels must be")
+    await assert_rejected(client, body(url_part(uri) | {"fps": 1}), match="messages[0].content[0] has the unknown")
+
+
+async def test_openais_detail_low_means_512_by_512_pixels(client, engine):
+    engine.info = FakeInfo(max_model_len=20_000)
+    settings = dataclasses.replace(engine.vision.settings, max_pixels=2**20)
+    engine.vision = dataclasses.replace(engine.vision, settings=settings)
+    uri = data_uri(png(RED, (1024, 1024)))
+    for detail, side in ((None, 1024), ("auto", 1024), ("high", 1024), ("original", 1024), ("low", 512)):
+        await ask(client, {"type": "image_url", "image_url": {"url": uri, "detail": detail}})
+        assert engine.requests[-1].media[0].length == (side // 8) ** 2, detail
+    low = {"type": "image_url", "image_url": {"url": uri, "detail": "low"}}
+    await ask(client, low | {"max_pixels": 64 * 64})
+    assert engine.requests[-1].media[0].length == 64
+    engine.vision = dataclasses.replace(engine.vision, settings=dataclasses.replace(settings, max_pixels=8192))
+    await ask(client, low)
+    assert engine.requests[-1].media[0].length <= 128
+    for bad in ("lowest", 5, []):
+        part = {"type": "image_url", "image_url": {"url": uri, "detail": bad}}
+        await assert_rejected(client, body(part), match="messages[0].content[0]: detail must be 'auto'")
 
 
 async def test_invalid_mm_processor_kwargs_are_rejected_before_any_fetch(client, host):
@@ -172,10 +215,10 @@ async def test_errors_of_mm_processor_kwargs_have_the_value_and_the_limit(client
     assert host.connections == 0
 
 
-async def test_mm_processor_kwargs_need_the_servers_permission(engine, host):
-    async with serving(engine, **options()) as client:
+async def test_a_server_may_refuse_mm_processor_kwargs(engine, host):
+    async with serving(engine, **options(allow=False)) as client:
         part = url_part(host.url("/red.png"))
-        flag = "--allow-mm-processor-kwargs"
+        flag = "--no-allow-mm-processor-kwargs"
         await assert_rejected(client, body(part, mm_processor_kwargs={"max_pixels": 500}), match=flag)
         message = await assert_rejected(
             client, body("see", part | {"mm_processor_kwargs": {"max_pixels": 500}}), match=flag
