@@ -200,7 +200,7 @@ def _part(part: Any, where: str, role: Any, modalities: Collection[MediaModality
     if not isinstance(options, Mapping | None):
         raise _invalid(f"{where}.mm_processor_kwargs must be an object, got {type(options).__name__}")
     given = part.get(kind)
-    fields = dict(given) | part if isinstance(given, Mapping) else part
+    fields = {**given, **part} if isinstance(given, Mapping) else part
     source = _url(given, f"{where}.{kind}") if is_url else _source(given, f"{where}.{kind}", modality)
     return MediaPart(
         modality=modality,

@@ -119,12 +119,14 @@ def test_a_video_has_one_span_per_temporal_step(vision):
 
 def test_prompts_have_positions(vision_tokenizer, vision):
     prompt = expand([5, vision.image_token_id, 6, vision.video_token_id, 7], [B, CLIP], vision)
+    assert prompt.positions is not None
     assert prompt.positions.dtype == np.int32
     assert prompt.positions.shape == (3, len(prompt.ids))
     # 5 | 2 x 3 tokens | 6 | 3 steps of 2 x 2 | 7
     assert prompt.positions[0].tolist() == [0, *[1] * 6, 4, *[5] * 4, *[6] * 4, *[7] * 4, 8]
     timed = media.vision_config(vision_tokenizer, tokens_per_second=2.0)
     prompt = expand([5, vision.video_token_id], [CLIP], timed)
+    assert prompt.positions is not None
     assert prompt.positions[0].tolist() == [0, *[1] * 4, *[3] * 4, *[5] * 4]  # CLIP has one step per second
 
 
@@ -355,7 +357,7 @@ def test_media_parts_are_returned_in_order_with_their_places():
         ({"type": ["image"]}, r"is a part of type \['image'\]; this model reads"),
         ({}, r"is a part of type None; this model reads parts of type 'text', 'image_url', 'image', 'video_url', 'vid"),
         ("x", r"content\[1\] is a part of type str; this model reads"),
-        (text(None), r"content\[1\].text must be a string, got NoneType"),
+        ({"type": "text", "text": None}, r"content\[1\].text must be a string, got NoneType"),
     ],
 )
 def test_invalid_parts_are_named(vision_tokenizer, part, message):

@@ -4,19 +4,19 @@ import asyncio
 import base64
 import io
 import re
+from typing import Any
 
 import av
 import numpy as np
 from PIL import Image
 
-from omni_jax.settings import Settings
 from serving.http.settings import MediaAccessSettings, MediaSettings
 
 CHAT = "/v1/chat/completions"
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
-def options(*, timeout: float = 30.0, allow: bool = True, **limits) -> dict[str, Settings]:
+def options(*, timeout: float = 30.0, allow: bool = True, **limits) -> dict[str, Any]:
     """Arguments of `make_app` that allow fetches from loopback."""
     return {
         "media": MediaSettings(limit_mm_per_prompt=limits, allow_mm_processor_kwargs=allow),
