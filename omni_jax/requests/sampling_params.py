@@ -1,7 +1,6 @@
 """How the next token is chosen and when a continuation ends. Names and ranges are vLLM's."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from omni_jax.requests.errors import InvalidRequest
@@ -11,7 +10,8 @@ MAX_LOGIT_BIAS = 300  # pairs that a slot holds on the device; OpenAI's limit
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64  # ids that min_tokens suppresses, EOS included, that a slot holds on the device
 MAX_N = 128
-MAX_REPETITION_PENALTY = 1e30  # below the float32 maximum
+# Logits are float32 on the device. Penalised by a factor in this range, those below 1e10 stay below SUPPRESSED's size.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-20, 1e20
 GREEDY_TEMPERATURE = 1e-5  # the most likely token is taken at this temperature and below
 
 
@@ -23,9 +23,10 @@ class SamplingParams:
         n: Number of continuations of the prompt.
         temperature: Divides the logits; 0 is greedy.
         top_k: Keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: Keep the smallest set of most likely tokens whose probabilities sum to top_p.
+        top_p: Keep the smallest set of most likely tokens whose probabilities sum to top_p; 0 is greedy.
         min_p: Keep tokens at least min_p times as likely as the most likely one.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; from 1e-20 to
+            1e20.
         presence_penalty: Subtracted from the logits of tokens in the output.
         frequency_penalty: Subtracted from a token's logit once for each time it occurs in the output.
         logit_bias: Token id -> number added to its logit, each in [-100, 100].
@@ -64,11 +65,11 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _integer("n", self.n, 1, MAX_N)
         _integer("top_k", self.top_k, -1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
@@ -101,7 +102,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature <= GREEDY_TEMPERATURE
+        """Whether the most likely token is taken, the first of equally likely ones."""
+        return self.temperature <= GREEDY_TEMPERATURE or self.top_p == 0.0
 
     @property
     def penalised(self) -> bool:
@@ -126,11 +128,10 @@ class SamplingParams:
                     )
 
 
-def _number(name, value, low, high, *, low_open=False):
+def _number(name, value, low, high):
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value > high or value < low or (low_open and value == low):
-        bracket = "(" if low_open else "["
-        raise InvalidRequest(f"{name} must be a finite number in {bracket}{low}, {high}], got {value!r}", param=name)
+    if not is_number or not low <= value <= high:  # false for NaN, too
+        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", param=name)
 
 
 def _integer(name, value, low, high, *, optional=False):

@@ -469,7 +469,7 @@ def _pack_media(rows: tuple[Row, ...], start: np.ndarray, rotary: np.ndarray, fe
 
 def _numbers(params: SamplingParams) -> tuple[float, ...]:
     return (
-        params.temperature,
+        0.0 if params.greedy else params.temperature,  # top_p 0 is greedy, too
         params.top_p,
         params.min_p,
         params.repetition_penalty,

@@ -16,6 +16,7 @@ from omni_jax.models.axis import ONE_DEVICE, ModelAxis
 from omni_jax.requests.sampling_params import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 SUPPRESSED = -1e30  # logit of a token that is never sampled; finite, so that differences are not NaN
+LARGEST = 1e29  # bound of penalised logits: below SUPPRESSED's size, so that no token ranks behind the suppressed ones
 _BLOCK = 128  # tokens per block of the two-level draw
 _CHUNK = 256  # tokens per chunk of the two-level top-k
 
@@ -117,13 +118,15 @@ def penalise(
     """Apply the repetition penalty for prompt and output (Keskar et al., arXiv 1909.05858), and the presence and
     frequency penalties for the output.
 
-    `history` is twice a token's count in the output, plus one if it is in the prompt.
+    `history` is twice a token's count in the output, plus one if it is in the prompt. The result is within LARGEST, so
+    no penalty turns a finite logit into an infinity.
     """
     repetition = repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(history > 0, repeated, logits)
     logits = logits - frequency[:, None] * (history >> 1).astype(jnp.float32)
-    return logits - jnp.where(history > 1, presence[:, None], 0.0)
+    logits = logits - jnp.where(history > 1, presence[:, None], 0.0)
+    return jnp.clip(logits, -LARGEST, LARGEST)
 
 
 def bias(

@@ -157,7 +157,7 @@ def test_api_09_rows_of_a_mixed_batch_equal_their_solo_runs(main):
 
 def test_api_07_tiny_temperature_and_top_p_are_greedy(main):
     expected = alone(main, request("a", 33, greedy(max_tokens=20)))
-    for fields in ({"temperature": 1e-8}, {"temperature": 1e-4}, {"top_p": 1e-4}):
+    for fields in ({"temperature": 1e-8}, {"temperature": 1e-4}, {"top_p": 1e-4}, {"top_p": 1e-9}, {"top_p": 0}):
         answer = alone(main, request("a", 33, drawn(logprobs=1, **fields)))
         assert answer.tokens == expected.tokens
         assert all(np.isfinite(entry.logprob) for entry in answer.logprobs)
@@ -228,10 +228,36 @@ def test_smp_04_nan_logits_of_a_scored_prompt_end_it_with_an_error(main, monkeyp
     assert answers["good", 0] == alone(main, items[1])
 
 
-def test_extreme_penalties_give_tokens_within_the_vocabulary(main):
-    items = [request(str(p), 20, drawn(seed=1, repetition_penalty=p)) for p in (1e-44, 1e-30, 1e30)]
-    for answer in run(make_engine(main), *items).values():
+def test_extreme_penalties_end_no_request_and_keep_the_prefix_cache(main):
+    """Infinite logits once ended such a request with an error, and emptied the cache for all others."""
+    engine = make_engine(main)
+    run(engine, request("before", 40))
+    items = [request(str(p), 20, drawn(seed=1, repetition_penalty=p)) for p in (1e-20, 1e-10, 1e20)]
+    for answer in run(engine, *items).values():
+        assert answer.finish_reason in ("stop", "length")
+        assert answer.tokens
         assert all(0 <= token < 512 for token in answer.tokens)
+    assert engine.stats().corrupted_requests == 0
+    hits = sum(engine.stats().prefix_hits.values())
+    run(engine, request("after", 40))
+    assert sum(engine.stats().prefix_hits.values()) == hits + 32
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "bounds"),
+    [
+        ("repetition_penalty", (0, 1e-38, 9e-21, 1.1e20, 1e38), "from 1e-20 to 1e\\+20"),
+        ("top_p", (-0.1, 1.1), "from 0 to 1"),
+        ("min_p", (-1e-40, 1.1), "from 0 to 1"),
+        ("temperature", (-1e-40, 2.1, True, "1", None), "from 0 to 2"),
+        ("presence_penalty", (-2.1, 2.1), "from -2 to 2"),
+    ],
+)
+def test_smp_05_numbers_out_of_range_are_refused_with_the_bounds(name, values, bounds):
+    for value in (*values, float("nan"), float("inf"), -float("inf")):
+        with pytest.raises(InvalidRequest, match=f"{name} must be a number {bounds}, got") as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------

@@ -4,9 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from omni_jax.requests import SamplingParams
+from omni_jax.requests.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from omni_jax.runtime import sampling
 from omni_jax.runtime.functions import StepSizes, rebuild_history
+from omni_jax.runtime.runner import _numbers
 
 pytestmark = pytest.mark.smoke
 
@@ -227,6 +232,84 @@ def test_bias_is_added_and_stop_tokens_are_suppressed():
     np.testing.assert_array_equal(found, expected)
     token = jax.jit(sampling.draw)(found, *(jnp.full(2, x, jnp.float32) for x in (1.0,)), *_neutral(2))
     assert int(token[1]) not in (0, 1)
+
+
+# -- what sampling parameters may do to logits ------------------------------------------------------------------------
+
+SMALL = 40  # tokens of the vocabulary below
+
+
+def _edges(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers in [low, high]: any, and those next to the ends and to zero."""
+    near = [low, high, *(sign * size for sign in (1, -1) for size in (0.0, 5e-324, 1e-45, 1e-40, 1e-30, 1e-9, 1.0))]
+    return st.floats(low, high) | st.sampled_from([x for x in near if low <= x <= high])
+
+
+@st.composite
+def _admitted(draw_from) -> SamplingParams:
+    tokens = st.integers(0, SMALL - 1)
+    return SamplingParams(
+        temperature=draw_from(_edges(0.0, 2.0)),
+        top_p=draw_from(_edges(0.0, 1.0)),
+        min_p=draw_from(_edges(0.0, 1.0)),
+        top_k=draw_from(st.integers(-1, SMALL + 1)),
+        presence_penalty=draw_from(_edges(-2.0, 2.0)),
+        frequency_penalty=draw_from(_edges(-2.0, 2.0)),
+        repetition_penalty=draw_from(_edges(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)),
+        logit_bias=draw_from(st.dictionaries(tokens, _edges(-100.0, 100.0), max_size=4)),
+        min_tokens=draw_from(st.integers(0, 1)),
+    )
+
+
+@jax.jit
+def _choice(logits, history, numbers, top_k, bias_ids, bias_values, stop_ids, suppress, uniform):
+    temperature, top_p, min_p, repetition, presence, frequency = numbers[:, None]
+    wanted = sampling.penalise(logits, history, repetition, presence, frequency)
+    wanted = sampling.bias(wanted, bias_ids, bias_values, stop_ids, suppress)
+    return sampling.draw(wanted, temperature, top_k, top_p, min_p, uniform)[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    params=_admitted(),
+    scale=st.sampled_from([1.0, 30.0, 1e4, 1e15, 1e28, 3e38]),
+    seed=st.integers(0, 2**32 - 1),
+    uniform=st.sampled_from([0.0, 0.5, 1 - 2**-24]),
+)
+def test_every_admitted_combination_of_parameters_chooses_a_token(params, scale, seed, uniform):
+    """From finite logits of any size; a suppressed token only where all are suppressed."""
+    random = np.random.default_rng(seed)
+    logits = (random.uniform(-1, 1, (1, SMALL)) * scale).astype(np.float32)
+    history = random.integers(0, 9, (1, SMALL)).astype(np.int32) * random.integers(0, 2)
+    bias_ids, bias_values = np.full((1, 4), SMALL, np.int32), np.zeros((1, 4), np.float32)
+    bias_ids[0, : len(params.logit_bias)] = list(params.logit_bias)
+    bias_values[0, : len(params.logit_bias)] = list(params.logit_bias.values())
+    stops = np.array([[3, SMALL]], np.int32)
+    token = int(
+        _choice(
+            logits,
+            history,
+            np.asarray(_numbers(params), np.float32),
+            np.array([max(params.top_k, 0)], np.int32),
+            bias_ids,
+            bias_values,
+            stops,
+            np.array([params.min_tokens > 0]),
+            np.array([uniform], np.float32),
+        )
+    )
+    assert 0 <= token < SMALL
+    assert not (params.min_tokens and token == 3)
+
+
+def test_smp_05_top_p_zero_takes_the_first_of_the_most_likely_tokens():
+    logits = np.zeros(VOCAB)
+    logits[[40, 7, 200]] = 1.0
+    temperature, top_p, *_ = _numbers(SamplingParams(top_p=0))
+    assert set(draw(logits, temperature=temperature, top_p=top_p)) == {7}
+    logits[40] = 1.1
+    for top_p in (0.0, 5e-324, 1e-45, 1e-9):
+        assert set(draw(logits, top_p=top_p)) == {40}
 
 
 def _neutral(rows):

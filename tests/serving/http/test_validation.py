@@ -124,9 +124,9 @@ async def test_api_06_numbers_must_be_finite(client, engine):
 async def test_numbers_out_of_range(client):
     for field, values in {
         "temperature": (-0.1, 2.1, "1", True, 10**299),
-        "top_p": (0, 1.1, -1),
+        "top_p": (-0.1, 1.1, -1),
         "min_p": (-0.1, 1.5),
-        "repetition_penalty": (0, -1),
+        "repetition_penalty": (0, -1, 1e-38, 1e38),
         "presence_penalty": (-2.1, 2.1),
         "frequency_penalty": (-2.1, 2.1),
         "n": (0, -1, 129, 1.0, "2", True),
@@ -143,6 +143,15 @@ async def test_numbers_out_of_range(client):
             await assert_rejected(client, CHAT, {"messages": HELLO, field: value}, param=field, streamed=streamed)
     await assert_rejected(client, CHAT, {"messages": HELLO, "min_tokens": 9, "max_tokens": 8}, param="min_tokens")
     await assert_rejected(client, CHAT, {"messages": HELLO, "max_completion_tokens": -1}, param="max_completion_tokens")
+
+
+async def test_smp_05_top_p_may_be_anything_from_0_to_1(client, engine):
+    for top_p in (0, 0.0, 1e-9, 1, 1e-320):
+        assert (await client.complete(top_p=top_p))[0] == 200
+        assert (await client.chat(top_p=top_p))[0] == 200
+        assert engine.requests[-1].params.top_p == top_p
+    for top_p in (-0.1, 1.1):
+        await assert_rejected(client, COMPLETIONS, {"prompt": "a", "top_p": top_p}, param="top_p", match="from 0 to 1")
 
 
 async def test_api_08_seeds(client, engine):
