@@ -50,13 +50,17 @@ class EngineSwap:
         self._runner, self._tier, self._cost, self._mode = runner, tier, cost, mode
         self._numbers = itertools.count()
 
-    def store(self, sequence: Sequence, blocks: list[int], tokens: int) -> Parcel | None:
+    def store(self, sequence: Sequence, blocks: list[int], tokens: int, cached: int) -> Parcel | None:
         """Dispatch the copy after all steps in flight, and pass it to the tier's threads.
 
         Returns None if the tier is full or, except for compressed sequences, if recomputing is faster. (A compressed
         sequence cannot be recomputed exactly.)
         """
-        if self._mode == "auto" and not sequence.dropped and not self._is_cheaper(sequence, len(blocks), tokens):
+        if (
+            self._mode == "auto"
+            and not sequence.dropped
+            and not self._is_cheaper(sequence, len(blocks), tokens - cached)
+        ):
             return None
         if not self._tier.has_room(len(blocks)):
             return None
@@ -73,6 +77,9 @@ class EngineSwap:
         return parcel
 
     def _is_cheaper(self, sequence: Sequence, blocks: int, tokens: int) -> bool:
+        """Whether swapping the blocks is cheaper than recomputing the sequence's last `tokens` tokens."""
+        if not tokens:
+            return False
         stats = self._tier.stats()
         full = stats.host_bytes + blocks * self._runner.block_bytes > stats.host_capacity
         return prefer_swap(

@@ -23,9 +23,9 @@ from omni_jax.requests.sequence import Parcel, Swapped
 class Swap(Protocol):
     """The store for blocks that are swapped out of the device (engine/swapping.py)."""
 
-    def store(self, sequence: Sequence, blocks: list[int], tokens: int) -> Parcel | None:
-        """Start copying blocks away; they may be reused at once. Returns None if recomputing the `tokens` tokens in
-        them is cheaper, or if there is no room."""
+    def store(self, sequence: Sequence, blocks: list[int], tokens: int, cached: int) -> Parcel | None:
+        """Start copying blocks away; they may be reused at once. Returns None if recomputing is cheaper, or if there is
+        no room. Of the `tokens` tokens in them, the first `cached` would come back from the prefix cache."""
         ...
 
     def is_ready(self, parcel: Parcel) -> bool:
@@ -190,8 +190,10 @@ class Blocks:
         sequence.registered = min(sequence.registered, keep)
         sequence.on_device_blocks = 0
 
-    def preempt(self, sequence: Sequence, keep: int) -> bool | None:
+    def preempt(self, sequence: Sequence, keep: int, wanted: int) -> bool | None:
         """Free a sequence's blocks after the first `keep`, swapping them out if that is cheaper than recomputing.
+
+        `wanted` of them are for another sequence. The others stay in the prefix cache if they are registered.
 
         Returns:
             Whether they were swapped out, or None if none were freed: a compressed sequence loses all blocks to the
@@ -204,7 +206,11 @@ class Blocks:
                 keep += 1
         lost = sequence.blocks[keep : self.pool.blocks_for(sequence.rows)]  # without the empty ones
         if lost and self.swap is not None and sequence.swapped is None:
-            parcel = self.swap.store(sequence, lost, sequence.rows - keep * self.pool.block_size)
+            size, cached = self.pool.block_size, 0
+            if self.prefix_caching and not sequence.wants_prompt_logprobs:
+                found = min(sequence.registered, (len(sequence.known) - 1) // size)  # as in `match`
+                cached = max(min(found - keep, len(lost) - wanted), 0)
+            parcel = self.swap.store(sequence, lost, sequence.rows - keep * size, cached * size)
             if parcel is not None:
                 swapped = Swapped(
                     parcel=parcel,

@@ -282,7 +282,7 @@ class Scheduler:
                 victim, keep = candidates.pop(), 0
                 if self.discipline.by_deadline and victim is not sequence:
                     keep = max(len(victim.blocks) - missing, 0)
-                if self._preempt(victim, keep, "blocks", sequence):
+                if self._preempt(victim, keep, "blocks", sequence, wanted=missing - self.pool.num_free):
                     preempted = victim
             if preempted is None or preempted is sequence:
                 return False
@@ -331,9 +331,9 @@ class Scheduler:
             keep = len(victim.blocks) - min(len(victim.blocks), max(blocks, 0))
             before = self.pool.num_free
             if victim.slot is not None:
-                slot = not self._preempt(victim, keep, "class", taker) and slot
+                slot = not self._preempt(victim, keep, "class", taker, wanted=blocks) and slot
             elif keep < len(victim.blocks):
-                self._preempt_blocks(victim, keep, "class", taker)
+                self._preempt_blocks(victim, keep, "class", taker, wanted=blocks)
                 self._track_features(victim)
             blocks -= self.pool.num_free - before
 
@@ -572,11 +572,11 @@ class Scheduler:
         if self.features is not None:
             self.features.release(sequence)
 
-    def _preempt_blocks(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence) -> bool:
-        """Free or swap out a sequence's blocks after the first `keep` for another sequence. Returns False if none were:
+    def _preempt_blocks(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence, *, wanted: int) -> bool:
+        """Free or swap out a sequence's blocks after the first `keep` for another that wants `wanted` of them. Returns False if none were:
         a compressed sequence that cannot be swapped out keeps its blocks."""
         held = len(sequence.blocks)
-        swapped = self.blocks.preempt(sequence, keep)
+        swapped = self.blocks.preempt(sequence, keep, max(wanted, 0))
         if swapped is None:
             return False
         if self.features is not None:
@@ -602,10 +602,10 @@ class Scheduler:
         self._track_features(holder)
         return True
 
-    def _preempt(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence) -> bool:
+    def _preempt(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence, *, wanted: int) -> bool:
         """Requeue a running sequence, with its first `keep` blocks, for another sequence. Returns False if it keeps its
         slot, see _preempt_blocks."""
-        if not self._preempt_blocks(sequence, keep, cause, by):
+        if not self._preempt_blocks(sequence, keep, cause, by, wanted=wanted):
             return False
         self.num_preemptions += 1
         self._requeue(sequence)

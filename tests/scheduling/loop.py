@@ -87,8 +87,8 @@ class FakeSwap:
         self.parcels: set[Parcel] = set()
         self.stored = self.loaded = 0
 
-    def store(self, sequence: Sequence, blocks: list[int], tokens: int) -> Parcel | None:
-        assert 0 < tokens <= len(blocks) * self._device.block_size
+    def store(self, sequence: Sequence, blocks: list[int], tokens: int, cached: int) -> Parcel | None:
+        assert 0 <= cached <= tokens <= len(blocks) * self._device.block_size
         if self._faults and self._random.random() < 0.2:
             return None
         parcel = Parcel(
@@ -290,7 +290,7 @@ class Loop:
 
     def preempt(self, sequence: Sequence) -> None:
         """Preempt a sequence as if an earlier one needed its blocks."""
-        self.scheduler._preempt(sequence, 0, "blocks", sequence)
+        self.scheduler._preempt(sequence, 0, "blocks", sequence, wanted=1)
         self.check()
 
     # -- results ------------------------------------------------------------------------------------------------------

@@ -172,6 +172,26 @@ def test_a_swapped_out_sequence_continues_where_it_stopped():
     assert sum(run.computed.values()) == sum(s.num_prompt + s.max_output - 1 for s in sequences), "computed twice"
 
 
+@pytest.mark.parametrize(("prefix_caching", "expected"), [(True, (22, 20)), (False, (22, 0))])
+def test_recomputing_is_priced_with_the_prefix_hits_that_it_would_get(prefix_caching, expected):
+    """Of six blocks, five are registered; the other one suffices for the sequence that needs a block."""
+    run, asked = loop(blocks=40, prefix_caching=prefix_caching, swap=1, max_num_batched_tokens=64), []
+
+    def store(sequence, blocks, tokens, cached):
+        asked.append((tokens, cached))
+
+    run.swap.store = store
+    (first,) = run.add(20, max_tokens=8)
+    while first.computed < 22:
+        run.step()
+    run.preempt(first)
+    assert asked == [expected]
+    run.run()
+    run.check_endings()
+    # All of its blocks were still cached: only the tokens after them were computed again.
+    assert computed(run, first) == (27 + 2 if prefix_caching else 27 + 22)
+
+
 def test_an_abort_drops_swapped_blocks():
     run = loop(blocks=16, max_num_seqs=4, prefix_caching=False, swap=1)
     run.swap._faults = False
