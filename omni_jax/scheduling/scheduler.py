@@ -573,8 +573,8 @@ class Scheduler:
             self.features.release(sequence)
 
     def _preempt_blocks(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence, *, wanted: int) -> bool:
-        """Free or swap out a sequence's blocks after the first `keep` for another that wants `wanted` of them. Returns False if none were:
-        a compressed sequence that cannot be swapped out keeps its blocks."""
+        """Free or swap out a sequence's blocks after the first `keep` for another that wants `wanted` of them. Returns
+        False if none were: a compressed sequence that cannot be swapped out keeps its blocks."""
         held = len(sequence.blocks)
         swapped = self.blocks.preempt(sequence, keep, max(wanted, 0))
         if swapped is None:
