@@ -82,7 +82,15 @@ def read_header(file: Path, label: str) -> dict[str, TensorInfo]:
     except OSError as error:
         raise CheckpointError([f"{label} cannot be read: {error.strerror}"]) from error
     entries = _parse(text, label)
-    return _tensors(entries, file, label, start=8 + length, end=size)
+    notes = entries.pop("__metadata__", None)
+    tensors = _tensors(entries, file, label, start=8 + length, end=size)
+    if isinstance(notes, dict):  # safetensors' save_model stores a shared tensor once, and notes its other names
+        tensors |= {
+            name: tensors[kept]
+            for name, kept in notes.items()
+            if isinstance(kept, str) and kept in tensors and name not in tensors
+        }
+    return tensors
 
 
 def _parse(text: bytes, label: str) -> dict:
@@ -102,7 +110,6 @@ def _parse(text: bytes, label: str) -> dict:
         raise CheckpointError([f"{label} has a corrupt header: expected a JSON object"])
     if repeated:
         raise CheckpointError([f"{label} has a corrupt header: it names a tensor or a field twice"])
-    entries.pop("__metadata__", None)
     return entries
 
 

@@ -376,9 +376,9 @@ def _dtype(wanted: str, stored: str) -> np.dtype:
     if wanted not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype must be auto, float32 or bfloat16, got {wanted!r}")
     chosen = wanted if wanted != "auto" else stored.removeprefix("torch.")
-    if chosen == "float16":
-        logger.info("converting the float16 checkpoint to bfloat16")
-        chosen = "bfloat16"
+    if (other := {"float16": "bfloat16", "float64": "float32"}.get(chosen)) is not None:
+        logger.info("converting the %s checkpoint to %s", chosen, other)
+        chosen = other
     return np.dtype(jnp.dtype(chosen))
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoints.values import Values
 from omni_jax.models.rope import Rope, rope_from_config
 
 # Differences from plain Llama that config.json does not state.
@@ -15,6 +16,11 @@ ARCHITECTURES: dict[str, dict[str, bool]] = {
     "Qwen2_5_VLForConditionalGeneration": {"qkv_bias": True, "qk_norm": False},
 }
 VISION_ARCHITECTURES = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
+
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # of stored weights
+MAX_LAYERS = 1000
+MAX_SIDE = 1024  # of patches and merge blocks, and the number of channels
 
 
 class UnsupportedModel(ValueError):
@@ -97,46 +103,72 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     """Parse a config.json.
 
     Raises:
-        UnsupportedModel: the architecture is not in ARCHITECTURES, or the config has an unsupported option.
+        UnsupportedModel: the architecture is not in ARCHITECTURES, the config has an unsupported option, or its weights
+            are quantised.
+        CheckpointError: a value is missing or wrong.
     """
+    outer = Values(content=config)
+    _refuse_quantised(outer)
     named = config.get("architectures") or []
-    architecture = next((name for name in named if name in ARCHITECTURES), None)
+    architecture = next((name for name in ARCHITECTURES if isinstance(named, list) and name in named), None)
     if architecture is None:
         raise UnsupportedModel(f"config.json names architectures {named}; supported: {sorted(ARCHITECTURES)}")
-    vision = _vision_config(architecture, config) if architecture in VISION_ARCHITECTURES else None
+    _refuse_quantised(outer.object("text_config", {}))
     config = text_config(config)
+    values = Values(content=config)
     for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
         if config.get(key, wanted) not in (wanted, None):
             raise UnsupportedModel(f"{architecture} with {key}={config[key]!r} is not supported, only {key}={wanted!r}")
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
+    hidden, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
+    head_dim = values.integer("head_dim", hidden // heads)
+    if head_dim < 1 or head_dim % 2:
+        raise UnsupportedModel(
+            f"head_dim={head_dim} (hidden_size={hidden}, num_attention_heads={heads}) is not supported: rotary "
+            "positions need an even number of dimensions"
+        )
+    kv_heads = values.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModel(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     switches = dict(ARCHITECTURES[architecture])
-    if architecture == "LlamaForCausalLM" and config.get("attention_bias"):
+    if architecture == "LlamaForCausalLM" and values.boolean("attention_bias", False):
         raise UnsupportedModel(
             "LlamaForCausalLM with attention_bias=true is not supported (it has a bias in the output projection)"
         )
-    if architecture == "Qwen3ForCausalLM" and config.get("attention_bias"):
+    if architecture == "Qwen3ForCausalLM" and values.boolean("attention_bias", False):
         raise UnsupportedModel("Qwen3ForCausalLM with attention_bias=true is not supported")
+    dtype = values.text("dtype", None) or values.text("torch_dtype", "float32")
+    if dtype.removeprefix("torch.") not in DTYPES:
+        values.refuse("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    vocab = values.integer("vocab_size")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=config["vocab_size"],
+        vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=config["intermediate_size"],
-        num_hidden_layers=config["num_hidden_layers"],
+        intermediate_size=values.integer("intermediate_size"),
+        num_hidden_layers=values.integer("num_hidden_layers", high=MAX_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=config.get("max_position_embeddings", 2048),
+        rms_norm_eps=values.number("rms_norm_eps", 1e-6, low=1e-12, high=1),
+        max_position_embeddings=values.integer("max_position_embeddings", 2048, high=2**30),
         rope=rope_from_config(config, head_dim),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        vision=vision,
+        tie_word_embeddings=values.boolean("tie_word_embeddings", False),
+        dtype=dtype.removeprefix("torch."),
+        vision=_vision_config(architecture, outer, hidden, vocab) if architecture in VISION_ARCHITECTURES else None,
         **switches,
     )
+
+
+def _refuse_quantised(values: Values) -> None:
+    """Raise UnsupportedModel for a config of quantised weights: int8 numbers would else pass for plain ones."""
+    for key in ("quantization_config", "compression_config", "quantization"):  # the last one is MLX's
+        if values.content.get(key):
+            found = values.content[key]
+            method = found.get("quant_method", "not stated") if isinstance(found, Mapping) else found
+            raise UnsupportedModel(
+                f"{values.file} has a {key} (quant_method {method!r}): quantised weights are not supported, only "
+                f"{', '.join(DTYPES)}; use the model's repository without quantisation, or convert its GGUF file"
+            )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,40 +184,47 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = {key: value for key, value in nested.items() if value is not None}
     merged = dict(inner) | outer
     # Some exporters set tie_word_embeddings outside, others inside, and leave the other at its default.
-    merged["tie_word_embeddings"] = bool(outer.get("tie_word_embeddings") or inner.get("tie_word_embeddings"))
+    merged["tie_word_embeddings"] = outer.get("tie_word_embeddings") or inner.get("tie_word_embeddings") or False
     return merged
 
 
-def _vision_config(architecture: str, config: Mapping[str, Any]) -> VisionConfig:
-    given = config["vision_config"]
+def _vision_config(architecture: str, config: Values, text_hidden: int, vocab: int) -> VisionConfig:
+    given = config.object("vision_config")
     second = architecture == "Qwen2_5_VLForConditionalGeneration"
-    act = given.get("hidden_act") or ("silu" if second else "quick_gelu")
-    if act != ("silu" if second else "quick_gelu"):
+    wanted = "silu" if second else "quick_gelu"
+    if (act := given.text("hidden_act", wanted)) != wanted:
         raise UnsupportedModel(f"{architecture} with a vision hidden_act of {act!r} is not supported")
     # Qwen2-VL calls the tower's width embed_dim and the text's hidden_size; Qwen2.5-VL hidden_size and out_hidden_size.
     # Default values are those of transformers' configuration classes.
-    hidden = given.get("hidden_size", 3584) if second else given.get("embed_dim", 1280)
-    heads = given.get("num_heads", 16)
+    hidden = given.integer("hidden_size", 3584) if second else given.integer("embed_dim", 1280)
+    heads = given.integer("num_heads", 16)
     if hidden % heads or hidden // heads % 4:
         raise UnsupportedModel(
             f"vision tower: width {hidden} over {heads} heads does not give a head size that is a multiple of 4, "
             "which 2-D rotary positions need"
         )
+    out = "out_hidden_size" if second else "hidden_size"
+    if given.integer(out, 3584) != text_hidden:
+        given.refuse(out, given.integer(out, 3584), f"the text model's hidden_size, {text_hidden}")
+    depth = given.integer("depth", 32, high=MAX_LAYERS)
+    patch = given.integer("patch_size", given.integer("spatial_patch_size", 14, high=MAX_SIDE), high=MAX_SIDE)
+    merge = given.integer("spatial_merge_size", 2, high=MAX_SIDE)
+    ratio = given.number("mlp_ratio", 4, low=1e-3, high=1e3)
     return VisionConfig(
-        depth=given.get("depth", 32),
+        depth=depth,
         hidden_size=hidden,
-        intermediate_size=given.get("intermediate_size", 3420) if second else int(hidden * given.get("mlp_ratio", 4)),
-        out_hidden_size=given.get("out_hidden_size" if second else "hidden_size", 3584),
+        intermediate_size=given.integer("intermediate_size", 3420) if second else int(hidden * ratio),
+        out_hidden_size=text_hidden,
         num_heads=heads,
-        in_channels=given.get("in_channels") or given.get("in_chans") or 3,
-        patch_size=given.get("patch_size") or given.get("spatial_patch_size") or 14,
-        temporal_patch_size=given.get("temporal_patch_size", 2),
-        spatial_merge_size=given.get("spatial_merge_size", 2),
+        in_channels=given.integer("in_channels", given.integer("in_chans", 3, high=MAX_SIDE), high=MAX_SIDE),
+        patch_size=patch,
+        temporal_patch_size=given.integer("temporal_patch_size", 2, high=MAX_SIDE),
+        spatial_merge_size=merge,
         hidden_act=act,
         rms_norm=second,
-        window_size=given.get("window_size", 112) if second else None,
-        full_attention_layers=tuple(given.get("fullatt_block_indexes", (7, 15, 23, 31))) if second else (),
-        tokens_per_second=float(given.get("tokens_per_second", 4)) if second else None,
-        image_token_id=config.get("image_token_id", 151655),
-        video_token_id=config.get("video_token_id", 151656),
+        window_size=given.integer("window_size", 112, low=patch * merge, high=2**20) if second else None,
+        full_attention_layers=given.integers("fullatt_block_indexes", (7, 15, 23, 31)) if second else (),
+        tokens_per_second=float(given.number("tokens_per_second", 4, low=1e-3, high=1e6)) if second else None,
+        image_token_id=config.integer("image_token_id", 151655, low=0, high=vocab - 1),
+        video_token_id=config.integer("video_token_id", 151656, low=0, high=vocab - 1),
     )

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from checkpoints.reader import CheckpointError
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
@@ -29,35 +27,47 @@ class Source:
     output_shapes: tuple[tuple[int, ...], ...] = ()
     axis: int = 0
 
-    def assemble(
-        self, name: str, read: Callable[[str], np.ndarray], shape: tuple[int, ...], dtype: np.dtype
-    ) -> np.ndarray:
-        """Assemble the parameter `name` into a new contiguous array of `shape` and `dtype`.
+    def assemble(self, read: Callable[[str], np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Assemble the parameter into a new contiguous array of `shape` and `dtype`.
 
         Args:
-            read: returns a tensor by name.
-
-        Raises:
-            CheckpointError: a tensor does not have the shape that the config implies; the message has both shapes.
+            read: returns a tensor by name, in whose shape `faults` found nothing.
         """
-        axes = len(self.output_shapes[0]) if self.output_shapes else 1
-        outputs, inputs = (shape[-axes:], shape[:-axes]) if self.transposed else (shape[:axes], shape[axes:])
+        outputs, inputs = self._axes(shape)
         out = np.empty(shape, dtype)
         whole = np.moveaxis(out, range(len(inputs)), range(-len(inputs), 0)) if self.transposed else out
         start = 0
         for tensor, output_shape in zip(self.tensors, self.output_shapes or (outputs,), strict=True):
-            part = read(tensor)
-            flat = part.reshape(len(part), -1) if inputs and part.ndim > 2 else part
-            expected = [math.prod(output_shape), *([math.prod(inputs)] if inputs else [])]
-            if list(flat.shape) != expected:
-                found = list(part.shape)
-                raise CheckpointError(
-                    [f"{name}: tensor {tensor} has shape {found} in the checkpoint, the config implies {expected}"]
-                )
-            flat = flat.reshape(*output_shape, *inputs)
+            flat = read(tensor).reshape(*output_shape, *inputs)
             if output_shape[0] < outputs[0] and self.axis:
                 flat = np.repeat(flat, outputs[0] // output_shape[0], axis=0)
             stop = start + output_shape[self.axis]
             whole[(slice(None),) * self.axis + (slice(start, stop),)] = flat
             start = stop
         return out
+
+    def faults(self, name: str, shape_of: Callable[[str], tuple[int, ...]], shape: tuple[int, ...]) -> list[str]:
+        """A sentence for each tensor that does not have the shape that the config implies; with both shapes.
+
+        Args:
+            name: the parameter.
+            shape_of: returns the shape of a tensor by name.
+            shape: the shape of the parameter.
+        """
+        outputs, inputs = self._axes(shape)
+        found = []
+        for tensor, output_shape in zip(self.tensors, self.output_shapes or (outputs,), strict=True):
+            stored = shape_of(tensor)
+            flat = (stored[0], math.prod(stored[1:])) if inputs and len(stored) > 2 else stored
+            expected = (math.prod(output_shape), *([math.prod(inputs)] if inputs else []))
+            if flat != expected:
+                found.append(
+                    f"{name}: tensor {tensor} has shape {list(stored)} in the checkpoint, the config implies "
+                    f"{list(expected)}"
+                )
+        return found
+
+    def _axes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of outputs and of inputs of a parameter's shape."""
+        axes = len(self.output_shapes[0]) if self.output_shapes else 1
+        return (shape[-axes:], shape[:-axes]) if self.transposed else (shape[:axes], shape[axes:])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -20,8 +21,24 @@ logger = logging.getLogger(__name__)
 # Tensors of some exporters that are not loaded: their values follow from the config.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
-# Prefixes of vision models' tensors: transformers 5's -> the classic ones, which the weight maps use.
-RENAMED_PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}
+# Prefixes of tensors -> the classic ones, which the weight maps use.
+RENAMED_PREFIXES = {
+    "model.language_model.": "model.",  # transformers 5's vision models
+    "model.visual.": "visual.",
+    "language_model.model.": "model.",  # vision models of vLLM and of older transformers
+    "language_model.lm_head.": "lm_head.",
+    "embed_tokens.": "model.embed_tokens.",  # a decoder saved without its head: embedding and reward models
+    "layers.": "model.layers.",
+    "norm.": "model.norm.",
+}
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+FLOATING = frozenset(np.dtype(kind) for kind in ("float64", "float32", "float16", ml_dtypes.bfloat16))
+# Ends of the names of tensors that belong to quantised weights: GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes, MLX.
+QUANTISED_SUFFIXES = (
+    *(".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv", ".input_scale"),
+    *(".weight_packed", ".weight_shape", ".weight_zero_point", ".absmax", ".quant_map", ".SCB", ".biases"),
+)
 
 # (parameter path, shape) -> sharding; None for the default device. Paths of the decoder's layers begin with
 # `layers.{i}.`, those of the tower's with `blocks.{i}.`.
@@ -115,11 +132,17 @@ def load_weights(
     Raises:
         CheckpointError: tensors are missing, unknown, or of the wrong shape; the message has the names and shapes.
     """
-    stored = _Stored(checkpoint)
-    config = _untie_different_head(stored, config)
-    text = weight_sources(config)
-    visual = vision.weight_sources(config.vision) if config.vision else {}
-    _check(stored, config, [*text.values(), *visual.values()])
+    tied = config.tie_word_embeddings
+    config, stored, text, visual = _checked(checkpoint, config)
+    if (
+        config.tie_word_embeddings
+        and HEAD in stored.names
+        and not np.array_equal(stored.read(HEAD), stored.read(EMBED))
+    ):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+        text = weight_sources(config)
+    if tied and not config.tie_word_embeddings:
+        logger.warning("config.json ties the output to the embedding, but lm_head.weight differs: using lm_head.weight")
 
     total = sum(stored.parameters(name) for source in [*text.values(), *visual.values()] for name in source.tensors)
     done = 0
@@ -131,7 +154,7 @@ def load_weights(
             progress(name, done, total * dtype.itemsize)
 
     def place(name: str, source: Source, shape: tuple[int, ...]) -> jax.Array:
-        array = source.assemble(name, stored.read, shape, dtype)
+        array = source.assemble(stored.read, shape, dtype)
         sharding = sharding_of(name, shape)
         report(name, sum(stored.parameters(tensor) for tensor in source.tensors) * dtype.itemsize)
         if sharding is None:
@@ -139,6 +162,11 @@ def load_weights(
         return jax.make_array_from_callback(shape, sharding, lambda index: array[index])
 
     return config, _weights(config, dtype, text, visual, place)
+
+
+def check_weights(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raise CheckpointError unless `load_weights` can load the checkpoint. Reads no weights."""
+    _checked(checkpoint, config)
 
 
 def abstract_weights(config: ModelConfig, dtype: np.dtype, sharding_of: ShardingOf = lambda *_: None) -> Weights:
@@ -172,6 +200,9 @@ class _Stored:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._checkpoint.tensors[self.names[name]].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._checkpoint.tensors[self.names[name]].dtype
 
     def parameters(self, name: str) -> int:
         return int(np.prod(self.shape(name)))
@@ -221,24 +252,51 @@ def _name(path) -> str:
     return ".".join(parts)
 
 
-def _untie_different_head(stored: _Stored, config: ModelConfig) -> ModelConfig:
-    if config.tie_word_embeddings and "lm_head.weight" in stored.names:
-        head, embed = stored.read("lm_head.weight"), stored.read("model.embed_tokens.weight")
-        if head.shape != embed.shape or not np.array_equal(head, embed):
-            logger.warning(
-                "config.json ties the output to the embedding, but lm_head.weight differs: using lm_head.weight"
-            )
-            return dataclasses.replace(config, tie_word_embeddings=False)
-    return config
+def _checked(
+    checkpoint: Checkpoint, config: ModelConfig
+) -> tuple[ModelConfig, _Stored, dict[str, Source], dict[str, Source]]:
+    """The config, the tensors by their classic names, and the sources of the decoder's and the tower's parameters.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown, quantised or of the wrong shape.
+    """
+    stored = _Stored(checkpoint)
+    if config.tie_word_embeddings and HEAD in stored.names:
+        if EMBED not in stored.names:  # some exporters keep the other one of the two names
+            stored.names[EMBED] = stored.names.pop(HEAD)
+        elif stored.shape(HEAD) != stored.shape(EMBED):
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+    text = weight_sources(config)
+    visual = vision.weight_sources(config.vision) if config.vision else {}
+    _check_names(stored, config, [*text.values(), *visual.values()])
+
+    faults: list[str] = []
+
+    def check_shape(name: str, source: Source, shape: tuple[int, ...]) -> None:
+        faults.extend(source.faults(name, stored.shape, shape))
+
+    _weights(config, np.dtype(np.float32), text, visual, check_shape)
+    if faults:
+        raise CheckpointError(faults)
+    return config, stored, text, visual
 
 
-def _check(stored: _Stored, config: ModelConfig, sources: Iterable[Source]) -> None:
+def _check_names(stored: _Stored, config: ModelConfig, sources: Iterable[Source]) -> None:
     expected = {name for source in sources for name in source.tensors}
     given = set(stored.names)
+    quantised = [name for name in sorted(given - expected) if name.endswith(QUANTISED_SUFFIXES)]
+    quantised += [name for name in sorted(expected & given) if stored.dtype(name) not in FLOATING]
+    if quantised:
+        name = quantised[0]
+        raise CheckpointError(
+            f"{len(quantised)} tensors belong to quantised weights, which are not supported; the first: "
+            f"{stored.names[name]} ({stored.dtype(name)}), expected {', '.join(sorted(map(str, FLOATING)))}: use the "
+            "model's repository without quantisation, or convert its GGUF file"
+        )
     if config.tie_word_embeddings:
-        given.discard("lm_head.weight")  # equal to the embedding, see _untie_different_head
+        given.discard(HEAD)  # equal to the embedding, or used: see load_weights
     faults = [f"missing tensor {name}" for name in sorted(expected - given)]
-    if "lm_head.weight" in expected - given:
+    if HEAD in expected - given or (EMBED in expected - given and HEAD in given):
         faults.append("config.json has tie_word_embeddings=false: set it to true if the output is the embedding")
     faults += [
         f"tensor {stored.names[name]} {list(stored.shape(name))} is not part of {config.architecture}"

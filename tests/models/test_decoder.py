@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -111,6 +112,82 @@ def test_ck_03_untied_config_without_a_head_is_refused(tmp_path):
     directory = edit_tensors(tiny.write_tiny(tmp_path, "llama"), lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"missing tensor lm_head.weight.*tie_word_embeddings"):
         load(directory)
+
+
+@pytest.mark.parametrize("how", ["tied", "sharing_noted"])
+def test_ck_10_tied_weights_stored_only_as_the_head(tmp_path, how):
+    """safetensors' save_model keeps the alphabetically first of two names of one tensor, and notes the other one."""
+    directory = tiny.write_tiny(tmp_path, "llama3", tie_word_embeddings=how == "tied")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    notes = {"model.embed_tokens.weight": "lm_head.weight"} if how == "sharing_noted" else {}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"} | notes)
+    config, weights = load(directory)
+    assert config.tie_word_embeddings == (how == "tied")
+    np.testing.assert_array_equal(np.asarray(weights.output_matrix), tensors["lm_head.weight"])
+    embeds = [array for array in weights.arrays if array.shape == (512, 64)]
+    assert len(embeds) == (1 if how == "tied" else 2)
+    for embed in embeds:
+        np.testing.assert_array_equal(embed, tensors["lm_head.weight"])
+
+
+def test_ck_10_only_a_head_without_the_tie_is_refused(tmp_path):
+    directory = edit_tensors(
+        tiny.write_tiny(tmp_path, "llama"), lambda tensors: tensors.pop("model.embed_tokens.weight")
+    )
+    with pytest.raises(CheckpointError, match=r"missing tensor model.embed_tokens.weight; config.json has tie_word"):
+        load(directory)
+
+
+@pytest.mark.parametrize("rows", [512, 500])
+def test_ck_03_a_head_of_another_shape_is_used_or_refused_by_its_shape(tmp_path, caplog, rows):
+    head = np.ones((rows, 64), np.float32)
+    directory = edit_tensors(
+        tiny.write_tiny(tmp_path, "llama3"), lambda tensors: tensors.update({"lm_head.weight": head})
+    )
+    if rows == 512:
+        np.testing.assert_array_equal(np.asarray(load(directory)[1].output_matrix), head)
+        assert "lm_head.weight differs" in caplog.text
+    else:
+        with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[500, 64\] .* implies \[512, 64\]"):
+            load(directory)
+
+
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: name.removeprefix("model."),  # Qwen3-Embedding: a decoder without its head
+        lambda name: name.replace("model.", "model.language_model."),
+        lambda name: f"language_model.{name}",
+    ],
+)
+def test_public_prefixes_of_tensors_are_known(tmp_path, renamed):
+    plain = load(tiny.write_tiny(tmp_path / "plain", "llama"))[1]
+    other = tiny.write_tiny(tmp_path / "other", "llama")
+    tensors = load_file(other / "model.safetensors")
+    save_file({renamed(name): tensor for name, tensor in tensors.items()}, other / "model.safetensors")
+    for mine, expected in zip(load(other)[1].arrays, plain.arrays, strict=True):
+        np.testing.assert_array_equal(mine, expected)
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int32", "float8_e4m3fn", "bool"])
+def test_quantised_numbers_are_not_loaded_as_plain_weights(tmp_path, kind):
+    name = "model.layers.0.mlp.up_proj.weight"
+    change = lambda tensors: tensors.update({name: tensors[name].astype(getattr(ml_dtypes, kind, kind))})  # noqa: E731
+    with pytest.raises(CheckpointError, match=rf"1 tensors belong to quantised weights.*{name} \({kind}\), expected"):
+        load(edit_tensors(tiny.write_tiny(tmp_path, "llama"), change))
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "scales", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB"])
+def test_tensors_of_quantised_formats_are_named_in_one_sentence(tmp_path, suffix):
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors[name.removesuffix("weight") + suffix] = np.ones(3, np.int32)
+
+    with pytest.raises(CheckpointError) as error:
+        load(edit_tensors(tiny.write_tiny(tmp_path, "llama"), change))
+    assert len(error.value.faults) == 1
+    assert "14 tensors belong to quantised weights" in str(error.value)
 
 
 def test_unknown_architecture_lists_the_supported_ones():

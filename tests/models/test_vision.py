@@ -142,7 +142,7 @@ def modules(config, tensors, dtype=jnp.float32):
             name = prefix + ".".join(map(str, path))
             source = sources.pop(name)
             unused -= set(source.tensors)
-            array = source.assemble(name, tensors.__getitem__, parameter[...].shape, np.dtype(np.float64))
+            array = source.assemble(tensors.__getitem__, parameter[...].shape, np.dtype(np.float64))
             parameter[...] = jnp.asarray(array, dtype)
     assert not sources
     assert not unused
