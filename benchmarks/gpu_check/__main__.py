@@ -7,6 +7,9 @@ DIR/gpu_check.md has tables, with targets and results; DIR/gpu_check.json has al
 section. The most useful sections come first, each in its own process and with a share of the time: a section that
 crashes, hangs or runs out of time loses only what it had not written yet. Unused time goes to the following sections.
 
+Exit codes: 0 all results are right (targets of speed may be missed), 1 a section failed or a result is wrong, 2 wrong
+arguments.
+
 It needs JAX 0.10.2 or newer with CUDA, and no network: weights are random. Kernels also need jaxtyping, steps also
 flax, and the engine all dependencies of the project. `--dry-run` runs all code on a CPU in a minute, with tiny sizes
 and interpreted kernels; its figures mean nothing.
@@ -26,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.report import markdown
+from benchmarks.gpu_check.report import faults, markdown
 from benchmarks.gpu_check.section import Section, write_atomically
 from benchmarks.processes import ROOT
 
@@ -67,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run the sections, each in a child process. Returns exit code 0 if none failed, else 1."""
+    """Run the sections, each in a child process. Returns exit code 1 if one failed or a result is wrong, else 0."""
     begin = time.monotonic()
     document: dict[str, Any] = {"dry_run": args.dry_run, "budget_s": args.budget_s, "sections": {}}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
@@ -85,7 +88,7 @@ def check(args: argparse.Namespace) -> int:
             if result["error"]:
                 print(f"   {name} failed: {result['error']}", flush=True)
     print((args.out / "gpu_check.md").read_text())
-    return int(any(section["error"] for section in document["sections"].values()))
+    return int(bool(faults(document["sections"])))
 
 
 def run_child(command: list[str], file: Path, seconds: float) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def _run(engine: Engine, name: str, requests: Iterable[Request]) -> dict[str, An
     tokens, prompt_tokens = 0, sum(len(request.prompt_ids) for request in requests)
     while engine.has_work:
         for delta in engine.step():
+            if delta.finish_reason == "error":
+                raise RuntimeError(f"{name}: request {delta.request_id} failed: {delta.error}")
             first.setdefault(delta.request_id, time.perf_counter() - begin)
             tokens += len(delta.token_ids)
     seconds = time.perf_counter() - begin

@@ -16,6 +16,8 @@ def markdown(document: dict[str, Any]) -> str:
     if facts:
         versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
         lines += [f"{facts['device']}; {versions}; {document.get('seconds', 0):.0f} s in total.", ""]
+    wrong = faults(sections)
+    lines += [f"**{len(wrong)} faults:**", "", *(f"- {fault}" for fault in wrong), ""] if wrong else []
     lines += [*_table(targets(sections)), ""]
     for name, section in sections.items():
         lines += [f"## {name.capitalize()}", "", *_remarks(section), *_TABLES[name](section), ""]
@@ -34,6 +36,28 @@ def targets(sections: dict[str, Any]) -> list[Row]:
         _target("decode step of a 7B, 64 rows", _step_of_7b(sections), 1.25, "times its roofline", at_least=False),
         _target("host gap between steps, many requests", _host_gap(sections), 0.03, "of the time", at_least=False),
     ]
+
+
+def faults(sections: dict[str, Any]) -> list[str]:
+    """Return a sentence for each wrong result.
+
+    None of these is one: a missed target, what a device does not support, candidate settings that do not run.
+    """
+    found = []
+    for name, section in sections.items():
+        if section["error"]:
+            found.append(f"{name}: {section['error']}")
+        for row in section["rows"]:
+            what = " ".join(
+                str(row[key]) for key in ("case", "implementation", "model", "step", "workload") if key in row
+            )
+            if "error" in row and row.get("table") != "candidates":
+                found.append(f"{name}, {what}: {row['error']}")
+            wrong = {op: fault for op, fault in row.get("failures", {}).items() if op != "unsupported"}
+            found += [f"{name}, {what}: {op} is wrong: {fault}" for op, fault in wrong.items()]
+            if row.get("compiles_after_warmup"):
+                found.append(f"{name}, {what}: {row['compiles_after_warmup']:g} programs were compiled after the start")
+    return found
 
 
 def _target(what: str, found: float | None, wanted: float, unit: str, *, at_least: bool) -> Row:

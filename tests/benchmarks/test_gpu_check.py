@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check import numerics
-from benchmarks.gpu_check.report import markdown, targets
+from benchmarks.gpu_check.report import faults, markdown, targets
 from benchmarks.gpu_check.section import Section
 from tests.compilation_cache import CACHE
 from tests.virtual_devices import QUICK
@@ -182,6 +182,33 @@ def test_targets_and_their_verdicts():
     found = [(row["found"], row["verdict"]) for row in targets(sections)]
     assert found == [(0.5, "missed"), (0.8, "reached"), (351.0, "reached"), (1.3, "missed"), (0.02, "reached")]
     assert {row["verdict"] for row in targets({})} == {"not measured"}
+
+
+FAULTY = {
+    "wrong numbers": ({"case": "head 64", "implementation": "triton", "failures": {"decode": "off by 1"}}, "decode is"),
+    "no program": ({"table": "cases", "case": "b", "implementation": "mosaic", "error": "RESOURCE_EXHAUSTED"}, "RESO"),
+    "late compilation": ({"workload": "one", "host_gap": 0.1, "compiles_after_warmup": 2}, "2 programs were compiled"),
+}
+HARMLESS = (
+    {"case": "head 64", "implementation": "mosaic", "failures": {"unsupported": "needs a newer GPU"}},
+    {"case": "head 64", "implementation": "triton", "failures": {}},
+    {"table": "candidates", "case": "b", "implementation": "triton", "error": "RESOURCE_EXHAUSTED"},
+    {"workload": "one request at a time", "host_gap": 0.1, "compiles_after_warmup": 0},
+)
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_the_exit_code_is_1_where_a_result_is_wrong(tmp_path, monkeypatch, capsys, name):
+    row, message = FAULTY[name]
+    results = {"numerics": section(*HARMLESS, row), "decode": section(attention("a", 0.1))}
+    monkeypatch.setattr(gpu_check, "markdown", lambda _: "")
+    monkeypatch.setattr(gpu_check, "run_child", lambda command, *_: results[command[command.index("--child") + 1]])
+    command = ["--out", str(tmp_path), "--sections", "numerics", "decode"]
+    assert gpu_check.main(command) == 1
+    (fault,) = faults(results)
+    assert message in fault
+    results["numerics"] = section(*HARMLESS)  # a missed target is none either
+    assert gpu_check.main(command) == 0
 
 
 def test_the_report_has_failures_errors_and_candidates():
