@@ -83,6 +83,18 @@ class AsyncEngine:
         """Records of requests and segments; available after `start`."""
         return self._dispatcher.recorder
 
+    def check_queue(self) -> None:
+        """Raise what `submit` would raise for any request now: Unavailable or EngineError.
+
+        For callers that prepare a request at some cost, such as fetching its images.
+        """
+        _ = self._dispatcher.engine  # raises if there is none
+        if self._draining:
+            raise Unavailable("the server is shutting down")
+        limit = self._config.max_num_queued_reqs
+        if limit is not None and self._dispatcher.num_waiting >= limit:
+            raise Unavailable(f"the queue is full: {limit} requests are waiting (--max-num-queued-reqs)")
+
     def submit(self, request: Request) -> DeltaStream:
         """Submit a request to a replica.
 
@@ -91,14 +103,9 @@ class AsyncEngine:
             Unavailable: the queue is full, or the engine is shutting down.
             EngineError: all replicas have failed.
         """
-        _ = self._dispatcher.engine  # raises if there is none
-        if self._draining:
-            raise Unavailable("the server is shutting down")
+        self.check_queue()
         if request.id in self._streams:
             raise InvalidRequest(f"request id {request.id!r} is in use by a live request", param="request_id")
-        limit = self._config.max_num_queued_reqs
-        if limit is not None and self._dispatcher.num_waiting >= limit:
-            raise Unavailable(f"the queue is full: {limit} requests are waiting (--max-num-queued-reqs)")
         self._dispatcher.submit(request)
         stream = self._streams[request.id] = DeltaStream(request.params.n)
         return stream

@@ -16,6 +16,13 @@ logger = logging.getLogger(__name__)
 PromptDelta = tuple[int, Delta]  # (position of the prompt in the API request, what was added to one of its choices)
 
 
+def check_open(server: Server) -> None:
+    """Raises Unavailable or EngineError if no request can be submitted now."""
+    if server.draining:
+        raise Unavailable("the server is shutting down")
+    server.engine.check_queue()
+
+
 @contextlib.asynccontextmanager
 async def stream_deltas(server: Server, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[list[PromptDelta]]]:
     """Submits `requests` and yields an iterator over batches of their deltas.
@@ -27,8 +34,7 @@ async def stream_deltas(server: Server, requests: Sequence[Request]) -> AsyncIte
         InvalidRequest, Unavailable, EngineError: from the engine on submission.
         ApiError, Unavailable: from the iterator, if the engine ends a choice with an error or because it stops.
     """
-    if server.draining:
-        raise Unavailable("the server is shutting down")
+    check_open(server)
     arrived: asyncio.Queue[PromptDelta | asyncio.Task[None]] = asyncio.Queue()
     unfinished: set[str] = set()
     tasks: list[asyncio.Task[None]] = []

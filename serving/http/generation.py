@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from omni_jax.inputs import Prompt
 from omni_jax.requests import Delta, Request
-from serving.http.engine_streams import PromptDelta, merged, stream_deltas
+from serving.http.engine_streams import PromptDelta, check_open, merged, stream_deltas
 from serving.http.errors import ARRIVAL, REQUEST_ID
 from serving.http.request_models import GenerationRequest, read_object, validate
 from serving.http.response_models import PromptTokensDetails, Usage
@@ -85,6 +85,7 @@ async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamR
 
 async def _prepare(server: Server, endpoint: Endpoint[R], raw: bytes, arrival: float) -> Call[R]:
     body, request, model = await server.in_thread(_read_request, server, endpoint.request_type, raw)
+    check_open(server)  # before media are fetched and texts tokenised; submission checks again
     prompts = await endpoint.make_prompts(server, request, body)
     response_id = new_id(endpoint.id_prefix)
     return Call(

@@ -10,7 +10,6 @@ import binascii
 import contextlib
 import functools
 import importlib.metadata
-import ipaddress
 import os
 import re
 import socket
@@ -24,6 +23,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from omni_jax.requests import InvalidRequest
+from serving.http.addresses import is_public
 from serving.http.settings import MediaAccessSettings
 
 MAX_CONNECTIONS = 256  # of the server
@@ -37,8 +37,6 @@ _MAX_DATA_HEADER = 1024  # characters before the comma of a data: URI
 _MAX_ESCAPES = 1_000_000  # %XX in a data: URI; each takes a step in Python
 _CHUNK = 2**18  # characters decoded at once, so that other threads can run in between
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
 @contextlib.asynccontextmanager
@@ -110,23 +108,6 @@ def read(source: str, access: MediaAccessSettings) -> bytes:
     if scheme in (None, "file"):
         return _read_file(_local_path(source) if scheme else source, access)
     raise InvalidRequest(f"URLs with the scheme {scheme!a} are not supported; use an http(s) URL or a data: URI")
-
-
-def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet, that is, global unicast.
-
-    For an IPv6 address that contains an IPv4 address (mapped, 6to4, NAT64), that one is checked.
-    """
-    ip = ipaddress.ip_address(address)
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour
-        if inner is None and ip in _NAT64:
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-        if ip not in _GLOBAL_UNICAST:
-            return False
-    return ip.is_global and not ip.is_multicast
 
 
 # -- http -------------------------------------------------------------------------------------------------------------

@@ -180,13 +180,16 @@ class FakeEngine:
         chosen = make_policy(self.segment_policy, allow_custom=True) if policy is None else make_policy(policy)
         return chosen(prompt_view(ids, media, self.tokenizer))
 
-    def submit(self, request: Request) -> "_Stream":
+    def check_queue(self) -> None:
         if self.dead:
             raise EngineError(self.dead)
         if self._draining:
             raise Unavailable("the engine is stopping")
         if len(self._live) >= self.queue:
             raise Unavailable(f"the queue is full ({self.queue} requests)")
+
+    def submit(self, request: Request) -> "_Stream":
+        self.check_queue()
         if request.id in self._live:
             raise InvalidRequest(f"request id {request.id} is in use")
         self.requests.append(request)

@@ -44,7 +44,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def client(engine):
-    async with serving(engine, **options(allow=True)) as client:
+    async with serving(engine, **options()) as client:
         yield client
 
 
@@ -420,3 +420,32 @@ async def test_sec_02_local_files(engine, tmp_path):
             messages.add(await assert_rejected(client, body(url_part(source)), match="local file"))
         assert len(messages) == 1
         assert len(engine.requests) == before
+
+
+async def test_a_full_queue_refuses_before_media_are_fetched(engine, client, host):
+    engine.queue, engine.hold_after = 1, 1
+    running = asyncio.create_task(ask(client, "hold"))
+    before = len(engine.requests)
+    await wait_until(lambda: len(engine.requests) > before)
+    tokenized = engine.tokenizer.render_chat
+    engine.tokenizer.render_chat = lambda *_, **__: pytest.fail("tokenised")
+    await assert_rejected(client, body(url_part(host.url("/red.png"))), status=503, match="queue is full")
+    assert host.connections == 0
+    await assert_rejected(client, body(url_part("gopher://a"), n=0), match="n")  # invalid requests are a 400 as ever
+    engine.tokenizer.render_chat = tokenized
+    engine.gate.set()
+    await running
+
+    engine.gate.clear()
+
+    async def fill(writer):  # the queue fills while the image is fetched
+        filling.append(asyncio.create_task(ask(client, "hold")))
+        await wait_until(lambda: len(engine.requests) > before + 1)
+        writer.write(host.answers["/red.png"])
+
+    filling: list[asyncio.Task] = []
+    host.answers["/fill"] = fill
+    status, answer = await client.post(CHAT, body(url_part(host.url("/fill"))))
+    assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
+    engine.gate.set()
+    await asyncio.gather(*filling)

