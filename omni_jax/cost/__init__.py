@@ -4,7 +4,7 @@ The scheduler, the simulator and the planner use both through one protocol, Cost
 """
 
 from omni_jax.cost.model import CostModel, Kind, StepShape, causal_pairs
-from omni_jax.cost.published import published_config, published_names
+from omni_jax.cost.published import published_config, published_names, published_repository
 from omni_jax.cost.roofline import GPUS, Gpu, ModelSizes, Roofline, VisionSizes, gpu_named
 from omni_jax.cost.table import PredictionError, TableCost
 
@@ -23,4 +23,5 @@ __all__ = [
     "gpu_named",
     "published_config",
     "published_names",
+    "published_repository",
 ]

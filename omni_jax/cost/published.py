@@ -24,9 +24,18 @@ def published_config(name: str) -> Mapping[str, Any]:
     Raises:
         ValueError: the name is unknown.
     """
+    return _entry(name)["config"]
+
+
+def published_repository(name: str) -> str:
+    """The repository of a model on the hub, by the same names."""
+    return _entry(name)["of"]
+
+
+def _entry(name: str) -> Mapping[str, Any]:
     for short, entry in _published().items():
         if name.lower() in (short.lower(), entry["of"].lower()):
-            return entry["config"]
+            return entry
     raise ValueError(
         f"unknown model {name!r}: give a directory with a config.json, a config.json, or one of "
         f"{', '.join(published_names())}"

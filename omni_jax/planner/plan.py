@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from omni_jax.cost import GPUS, Gpu, ModelSizes, Roofline, gpu_named
+from omni_jax.engine.config import EngineConfig
 from omni_jax.models import ModelConfig, model_config
 from omni_jax.planner.memory import DeviceMemory, Programs, Settings, device_memory, estimated_programs
 from omni_jax.planner.speed import Speed, Typical, make_speed
@@ -22,7 +23,14 @@ MAX_SEQS = 256  # largest max_num_seqs that the planner chooses: the engine's de
 MAX_TOKENS, MIN_TOKENS = 8192, 512  # bounds of max_num_batched_tokens that the planner chooses
 MAX_UTILIZATION = 0.95  # largest gpu_memory_utilization that a remedy proposes
 SHORTEST = 256  # smallest max_model_len that a remedy proposes
+PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 256  # lengths of a typical request
 NODE = 8  # GPUs that NVLink connects
+
+# Fields of PlanOptions that are settings of the engine.
+ENGINE_FIELDS = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "dtype", "kv_cache_dtype"),
+    *("gpu_memory_utilization", "max_pixels", "encoder_cache_tokens"),
+)
 
 Compile = Callable[[ModelConfig, Settings, int], Programs]  # the int is the model axis of the mesh
 
@@ -36,7 +44,8 @@ class PlanOptions:
         gpu: a key of cost.GPUS.
         num: number of GPUs.
         data, model: axes of the mesh; both or neither.
-        typical: typical request, for tokens per second and max_num_seqs.
+        prompt_tokens, output_tokens: typical request, for tokens per second and max_num_seqs. None: 1,024 and 256, or
+            less where max_model_len is shorter.
         link_bandwidth: bytes/s between GPUs in one direction, instead of NVLink's.
         others: fields of EngineConfig.
     """
@@ -46,7 +55,8 @@ class PlanOptions:
     num: int
     data: int | None = None
     model: int | None = None
-    typical: Typical = dataclasses.field(default_factory=Typical)
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
     link_bandwidth: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -88,6 +98,7 @@ class Plan:
         full_requests, typical_requests: requests of max_model_len, and of the typical length, that it holds at once.
         speed: predicted speed; None if the model does not fit.
         remedies: changes that make it fit, if it does not.
+        serve_flags: flags of `omni-jax serve` that start it, each followed by its value.
         notes: further remarks, a sentence each.
     """
 
@@ -108,6 +119,7 @@ class Plan:
     typical_requests: int
     speed: Speed | None
     remedies: tuple[Remedy, ...]
+    serve_flags: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
@@ -137,7 +149,7 @@ def make_plan(options: PlanOptions, compile_programs: Compile | None = None) -> 
     fits = _full_requests(memory, settings) >= 1
     speed = None
     if fits:
-        speed = make_speed(_cost(options, gpu, model, settings, axis), settings, memory, options.typical, data)
+        speed = make_speed(_cost(options, gpu, model, settings, axis), settings, memory, _typical(options, model), data)
     return Plan(
         architecture=model.architecture,
         parameters=ModelSizes.from_config(options.config).parameters,
@@ -153,9 +165,10 @@ def make_plan(options: PlanOptions, compile_programs: Compile | None = None) -> 
         fits=fits,
         tokens=memory.num_blocks * settings.block_size,
         full_requests=_full_requests(memory, settings),
-        typical_requests=_typical_requests(memory, settings, options.typical),
+        typical_requests=_typical_requests(memory, settings, _typical(options, model)),
         speed=speed,
         remedies=() if fits else tuple(_remedies(options, model)),
+        serve_flags=tuple(_serve_flags(options, settings, data, axis)),
         notes=tuple(notes),
     )
 
@@ -168,6 +181,7 @@ def _gpu(options: PlanOptions) -> Gpu:
 def _check(options: PlanOptions, model: ModelConfig) -> None:
     if options.num < 1:
         raise ValueError(f"--num must be at least 1, got {options.num}")
+    EngineConfig(model_dir="", **{name: getattr(options, name) for name in ENGINE_FIELDS})
     if options.max_model_len is not None and options.max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"--max-model-len {options.max_model_len} exceeds the model's {model.max_position_embeddings} positions"
@@ -179,6 +193,43 @@ def _check(options: PlanOptions, model: ModelConfig) -> None:
                 f"--num is {options.num}"
             )
         fit(model, options.model)
+
+
+def _max_model_len(options: PlanOptions, model: ModelConfig) -> int:
+    return options.max_model_len or min(DEFAULT_LEN, model.max_position_embeddings)
+
+
+def _typical(options: PlanOptions, model: ModelConfig) -> Typical:
+    """Return the typical request.
+
+    Raises:
+        ValueError: the lengths that were given exceed max_model_len.
+    """
+    longest = _max_model_len(options, model)
+    output = options.output_tokens or max(1, min(OUTPUT_TOKENS, longest - (options.prompt_tokens or 1), longest // 2))
+    prompt = options.prompt_tokens or max(1, min(PROMPT_TOKENS, longest - output))
+    if prompt + output > longest:
+        raise ValueError(
+            f"a request of {prompt:,} prompt and {output:,} output tokens is longer than max_model_len, {longest:,}: "
+            "lower --prompt-tokens and --output-tokens, or raise --max-model-len"
+        )
+    return Typical(prompt_tokens=prompt, output_tokens=output)
+
+
+def _serve_flags(options: PlanOptions, settings: Settings, data: int, axis: int) -> Iterator[str]:
+    """Yield the flags that the planner chose, and those that were given and differ from the engine's defaults."""
+    sizes = {"tensor_parallel_size": axis, "data_parallel_size": data}
+    chosen = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+    defaults = {field.name: field.default for field in dataclasses.fields(PlanOptions)}
+    flags = {name: size for name, size in sizes.items() if size > 1}
+    flags |= {name: getattr(settings, name) for name in chosen}
+    flags |= {
+        name: value
+        for name in ENGINE_FIELDS
+        if name not in chosen and (value := getattr(options, name)) != defaults[name]
+    }
+    for name, value in flags.items():
+        yield from (f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value))
 
 
 def _mesh(options: PlanOptions, model: ModelConfig, gpu: Gpu) -> tuple[int, int]:
@@ -210,7 +261,7 @@ def _settle(options: PlanOptions, model: ModelConfig, gpu: Gpu, axis: int) -> tu
     nearly as fast as with the largest. max_num_seqs: the largest power of two of typical requests that the cache holds.
     """
     settings = Settings(
-        max_model_len=options.max_model_len or min(DEFAULT_LEN, model.max_position_embeddings),
+        max_model_len=_max_model_len(options, model),
         max_num_seqs=options.max_num_seqs or MAX_SEQS,
         max_num_batched_tokens=options.max_num_batched_tokens or MAX_TOKENS,
         block_size=options.block_size,
@@ -229,11 +280,12 @@ def _settle(options: PlanOptions, model: ModelConfig, gpu: Gpu, axis: int) -> tu
             f"({options.max_num_seqs})"
         )
     seqs = options.max_num_seqs or min(MAX_SEQS, settings.max_num_batched_tokens)
+    typical = _typical(options, model)
     while True:
         settings = dataclasses.replace(settings, max_num_seqs=seqs)
         programs = estimated_programs(model, settings, axis)
         memory = device_memory(model, settings, total=gpu.memory_bytes, devices=axis, programs=programs)
-        enough = _full_requests(memory, settings) >= 1 and _typical_requests(memory, settings, options.typical) >= seqs
+        enough = _full_requests(memory, settings) >= 1 and _typical_requests(memory, settings, typical) >= seqs
         if enough or seqs == 1 or options.max_num_seqs is not None:
             return settings, programs, memory
         seqs //= 2
@@ -268,8 +320,7 @@ def _full_requests(memory: DeviceMemory, settings: Settings) -> int:
 
 
 def _typical_requests(memory: DeviceMemory, settings: Settings, typical: Typical) -> int:
-    tokens = min(typical.prompt_tokens + typical.output_tokens, settings.max_model_len)
-    return memory.num_blocks // -(-tokens // settings.block_size)
+    return memory.num_blocks // -(-(typical.prompt_tokens + typical.output_tokens) // settings.block_size)
 
 
 def _dtype(options: str, stored: str) -> np.dtype:

@@ -1,6 +1,7 @@
 """Prints a plan for people, and converts it to JSON for programs."""
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,30 +19,15 @@ BAR = 24  # characters of the bar of a whole device
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return every field of the plan by name. Sizes are in bytes, times in seconds, dtypes are names."""
     found = dataclasses.asdict(plan, dict_factory=_plain)
-    return found | {"mesh": plan.mesh, "serve_flags": list(serve_flags(plan))}
+    return found | {"mesh": plan.mesh}
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, np.dtype) else value for name, value in items}
 
 
-def serve_flags(plan: Plan) -> Iterator[str]:
-    """Yield the flags of `omni-jax serve`, each followed by its value."""
-    settings = plan.settings
-    if plan.model > 1:
-        yield from ("--tensor-parallel-size", str(plan.model))
-    if plan.data > 1:
-        yield from ("--data-parallel-size", str(plan.data))
-    yield from ("--max-model-len", str(settings.max_model_len))
-    yield from ("--max-num-seqs", str(settings.max_num_seqs))
-    yield from ("--max-num-batched-tokens", str(settings.max_num_batched_tokens))
-    yield from ("--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}")
-    if settings.kv_cache_dtype != "auto":
-        yield from ("--kv-cache-dtype", settings.kv_cache_dtype)
-
-
-def show(plan: Plan, name: str, console: Console) -> None:
-    """Print a plan."""
+def show(plan: Plan, name: str, console: Console, *, served: str) -> None:
+    """Print a plan. `served` is what `omni-jax serve` calls the model: a directory or a repository's name."""
     console.print(_verdict(plan, name), soft_wrap=True)
     console.print()
     console.print(_memory(plan))
@@ -51,7 +37,7 @@ def show(plan: Plan, name: str, console: Console) -> None:
         console.print(_speed(plan, plan.speed))
         console.print()
         console.print(
-            f"start it with: omni-jax serve {name} {' '.join(serve_flags(plan))}", soft_wrap=True, highlight=False
+            f"start it with: omni-jax serve {shlex.join([served, *plan.serve_flags])}", soft_wrap=True, highlight=False
         )
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True, highlight=False)
@@ -144,9 +130,11 @@ def _lines(plan: Plan, speed: Speed) -> Iterator[str]:
     yield f"decode is compute-bound from (by context of each row): {', '.join(bounds)}"
     if speed.image_seconds is not None:
         yield f"an image of one megapixel: {1e3 * speed.image_seconds:.0f} ms in the vision tower"
+    first, last = (f"{1e3 * seconds:.1f} ms" for seconds in (speed.full_step_seconds, speed.longest_step_seconds))
     yield (
-        f"a full step of {plan.settings.max_num_batched_tokens:,} tokens: {1e3 * speed.full_step_seconds:.0f} ms, the "
-        "longest that prompts of other requests delay a stream"
+        f"a full step of {plan.settings.max_num_batched_tokens:,} tokens: {first} at the beginning of a prompt, {last} at "
+        f"the end of one of {plan.settings.max_model_len:,} tokens, the longest that prompts of other requests delay a "
+        "stream"
     )
     typical = speed.typical
     yield (

@@ -18,8 +18,8 @@ Bound = Literal["compute", "memory"]
 class Typical:
     """Lengths of a typical request."""
 
-    prompt_tokens: int = 1024
-    output_tokens: int = 256
+    prompt_tokens: int
+    output_tokens: int
 
     def __post_init__(self):
         if min(self.prompt_tokens, self.output_tokens) < 1:
@@ -76,8 +76,9 @@ class Speed:
         typical: request that the following attributes are about.
         running: number of such requests that run at once on a replica.
         ttft_seconds: time to the first token, on an idle engine.
-        full_step_seconds: time of a step of max_num_batched_tokens: the longest that prompts of other requests delay a
-            stream.
+        full_step_seconds: time of a step of max_num_batched_tokens at the beginning of a prompt.
+        longest_step_seconds: time of such a step at the end of a prompt of max_model_len, which reads all keys and
+            values before it: the longest that prompts of other requests delay a stream.
         tpot_seconds: time from token to token, with `running` sequences half-way through their output.
         output_tokens_per_second: output of all replicas at full load: each request costs its prefill and its share of
             the decode steps.
@@ -94,6 +95,7 @@ class Speed:
     running: int
     ttft_seconds: float
     full_step_seconds: float
+    longest_step_seconds: float
     tpot_seconds: float
     output_tokens_per_second: float
     requests_per_second: float
@@ -101,16 +103,15 @@ class Speed:
 
 
 def make_speed(cost: Roofline, settings: Settings, memory: DeviceMemory, typical: Typical, data: int) -> Speed:
-    """Predict the step times of a replica and the throughput of `data` replicas. `typical` is cut to max_model_len."""
-    longest = settings.max_model_len
-    prompt = min(typical.prompt_tokens, longest - 1)
-    output = min(typical.output_tokens, longest - prompt)
+    """Predict the step times of a replica and the throughput of `data` replicas."""
+    longest, prompt, output = settings.max_model_len, typical.prompt_tokens, typical.output_tokens
     blocks = -(-(prompt + output) // settings.block_size)
     running = min(settings.max_num_seqs, memory.num_blocks // blocks)
     held = memory.num_blocks * settings.block_size
     rows = sorted({n for n in ROWS if n < settings.max_num_seqs} | {settings.max_num_seqs})
     contexts = sorted({min(n, longest) for n in (prompt, 8192, longest)})
     prompts = sorted({n for n in PROMPTS if n < longest} | {longest})
+    step = min(settings.max_num_batched_tokens, longest)
     ttft = cost.prefill_seconds(prompt, 0)
     tpot = cost.decode_seconds(running, running * (prompt + output // 2))
     # `running` requests are prefilled one after another, and decode together.
@@ -121,10 +122,11 @@ def make_speed(cost: Roofline, settings: Settings, memory: DeviceMemory, typical
         all_reduce=tuple(_all_reduces(cost, settings)),
         all_reduces_per_step=0 if cost.devices == 1 else 2 * cost.sizes.layers,
         compute_bound=tuple(ComputeBound(context=n, rows=cost.compute_bound_rows(n)) for n in (1, *contexts)),
-        typical=Typical(prompt_tokens=prompt, output_tokens=output),
+        typical=typical,
         running=running,
         ttft_seconds=ttft,
-        full_step_seconds=cost.prefill_seconds(settings.max_num_batched_tokens, 0),
+        full_step_seconds=cost.prefill_seconds(step, 0),
+        longest_step_seconds=cost.prefill_seconds(step, longest - step),
         tpot_seconds=tpot,
         output_tokens_per_second=data * running * output / seconds,
         requests_per_second=data * running / seconds,

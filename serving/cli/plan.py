@@ -14,6 +14,7 @@ from serving.cli.support import usage_error
 DOES_NOT_FIT = 3
 EXAMPLE = "omni-jax plan Qwen2-VL-72B --gpu h100 --num 4 --max-model-len 16384"
 
+# Fields of omni_jax.planner.plan.PlanOptions, which is slow to import.
 _Engine = select(
     EngineConfig,
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "dtype", "kv_cache_dtype"),
@@ -30,8 +31,8 @@ def plan(
     mesh: str | None = None,
     tensor_parallel_size: PositiveInt | None = None,
     data_parallel_size: PositiveInt | None = None,
-    prompt_tokens: PositiveInt = 1024,
-    output_tokens: PositiveInt = 256,
+    prompt_tokens: PositiveInt | None = None,
+    output_tokens: PositiveInt | None = None,
     link_gb_per_second: PositiveFloat | None = None,
     compile: bool = True,
     experiment: Path | None = None,
@@ -49,8 +50,9 @@ def plan(
         mesh: Mesh of the GPUs, such as data=2,model=4. Default: the smallest model axis that fits, and replicas.
         tensor_parallel_size: Number of GPUs that share one copy of the model (-tp).
         data_parallel_size: Number of replicas (-dp).
-        prompt_tokens: Number of prompt tokens of a typical request, for the figures of speed.
-        output_tokens: Number of output tokens of a typical request.
+        prompt_tokens: Number of prompt tokens of a typical request, for the figures of speed. Default: 1024, or less if
+            max_model_len is shorter.
+        output_tokens: Number of output tokens of a typical request. Default: 256, or less.
         link_gb_per_second: Bandwidth of the link between GPUs in one direction. Default: NVLink's.
         compile: Compile the largest programs for the GPU to measure their memory, which takes a minute or two and needs
             JAX's CUDA plugin. Without it, their memory is estimated.
@@ -64,7 +66,6 @@ def plan(
     from omni_jax.planner.plan import PlanOptions, make_plan
     from omni_jax.planner.report import as_json as plan_as_json
     from omni_jax.planner.report import show
-    from omni_jax.planner.speed import Typical
 
     given: dict[str, Any] = {} if engine is None else engine.values()
     given = {name: value for name, value in given.items() if value is not None}
@@ -78,7 +79,8 @@ def plan(
             num=num,
             data=data,
             model=axis,
-            typical=Typical(prompt_tokens=prompt_tokens, output_tokens=output_tokens),
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
             **given,
         )
         made = make_plan(asked, _compiler(gpu, compile))
@@ -89,7 +91,7 @@ def plan(
     if as_json:
         print(json.dumps({"name": model} | plan_as_json(made)))
     else:
-        show(made, model, Console())
+        show(made, model, Console(), served=_served(model))
     return 0 if made.fits else DOES_NOT_FIT
 
 
@@ -114,6 +116,16 @@ def _config(model: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} must hold a JSON object, it holds a {type(config).__name__}")
     return config
+
+
+def _served(model: str) -> str:
+    """What `omni-jax serve` calls the model of a plan."""
+    from omni_jax.cost import published_repository
+
+    path = Path(model)
+    if not path.exists():
+        return published_repository(model)
+    return str(path if path.is_dir() else path.parent)
 
 
 def _compiler(gpu: str, wanted: bool) -> Any:

@@ -9,6 +9,7 @@ from omni_jax.cost import published_config
 from omni_jax.lab.experiment import load_experiment
 from omni_jax.lab.simulated import SimulatedBackend
 from omni_jax.planner.plan import PlanOptions, make_plan
+from serving.cli.app import app
 from tests.command_line import run_command
 
 WITHIN = 0.03
@@ -171,6 +172,71 @@ def test_typical_lengths_decide_how_many_sequences_run():
     assert long["settings"]["max_num_seqs"] < 32
 
 
+@pytest.mark.parametrize(
+    ("lengths", "longest"), [((9000, 9000), "8,192"), ((8192, 1), "8,192"), ((None, 8192), "8,192")]
+)
+def test_a_typical_request_that_does_not_fit_the_context_is_refused(lengths, longest):
+    names = ("--prompt-tokens", "--output-tokens")
+    args = [word for name, n in zip(names, lengths, strict=True) if n for word in (name, str(n))]
+    assert f"longer than max_model_len, {longest}" in refused("Llama-3-8B", "--gpu", "h100", *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "typical"),
+    [
+        ((), (1024, 256)),
+        (("--max-model-len", "1024"), (768, 256)),
+        (("--max-model-len", "256"), (128, 128)),
+        (("--max-model-len", "1024", "--prompt-tokens", "1000"), (1000, 24)),
+        (("--max-model-len", "1024", "--output-tokens", "1000"), (24, 1000)),
+    ],
+)
+def test_the_default_typical_request_fits_the_context(args, typical):
+    found = run("Llama-3-8B", "--gpu", "h100", *args)["speed"]["typical"]
+    assert (found["prompt_tokens"], found["output_tokens"]) == typical
+
+
+def test_the_longest_step_reads_the_whole_prompt():
+    """The last 512 of 32,768 tokens attend to all tokens before them."""
+    options = ("Qwen2-VL-7B", "--gpu", "h100", "--max-num-batched-tokens", "512")
+    speed = run(*options)["speed"]
+    flops = 4 * 3584 * 28 * (512 * 32256)  # products of queries with keys, of probabilities with values
+    assert speed["longest_step_seconds"] - speed["full_step_seconds"] == pytest.approx(flops / (0.5 * 989e12), rel=0.05)
+    short = run(*options, "--max-model-len", "256")["speed"]
+    assert short["longest_step_seconds"] == short["full_step_seconds"]
+
+
+GIVEN = ("--dtype", "float32", "--block-size", "32", "--encoder-cache-tokens", "9000", "--max-pixels", "501760")
+
+
+def test_serve_accepts_the_start_command_and_means_the_same(tmp_path):
+    plan = run("Qwen2-VL-7B", "--gpu", "h200", "--num", "2", "--kv-cache-dtype", "int8", *GIVEN)
+    _, bound, _ = app.parse_args(["serve", str(tmp_path), *plan["serve_flags"]], exit_on_error=False)
+    given = {
+        name: value
+        for settings in bound.arguments.values()
+        if hasattr(settings, "values")
+        for name, value in settings.values().items()
+    }
+    settings = plan["settings"]
+    assert {name: given[name] for name in settings} == settings
+    assert given["data_parallel_size"] == 2
+
+
+def test_the_start_command_names_what_serve_takes(tmp_path):
+    """A repository or a directory: not a short name, nor the config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(published_config("Qwen2-VL-7B")))
+    named = {
+        "Qwen2-VL-7B": "Qwen/Qwen2-VL-7B-Instruct",
+        "qwen/qwen2-vl-7b-instruct": "Qwen/Qwen2-VL-7B-Instruct",
+        str(tmp_path): str(tmp_path),
+        str(tmp_path / "config.json"): str(tmp_path),
+    }
+    for model, name in named.items():
+        output = run_command("plan", model, "--gpu", "h100", "--no-compile").output
+        assert f"omni-jax serve {name} --max-model-len" in " ".join(output.split())
+
+
 def test_the_mesh_has_the_smallest_model_axis_that_fits_and_replicas():
     plan = run("Qwen2-VL-72B", "--gpu", "h100", "--num", "8")
     assert plan["mesh"] == "data=2,model=4"
@@ -205,6 +271,7 @@ def test_a_context_longer_than_the_cache_gives_the_length_that_fits():
         (("--max-model-len", "40000"), "--max-model-len 40000 exceeds the model's 32768 positions"),
         (("--mesh", "model=2", "-tp", "2"), "sets both sizes: leave out --tensor-parallel-size"),
         (("--max-num-seqs", "512", "--max-num-batched-tokens", "256"), "(256) must be at least --max-num-seqs (512)"),
+        (("--block-size", "17"), "block_size must be a power of two, got 17"),
         (("--dtype", "int4"), 'Invalid value "int4" for --dtype'),
     ],
 )
