@@ -132,9 +132,9 @@ def _lines(plan: Plan, speed: Speed) -> Iterator[str]:
         yield f"an image of one megapixel: {1e3 * speed.image_seconds:.0f} ms in the vision tower"
     first, last = (f"{1e3 * seconds:.1f} ms" for seconds in (speed.full_step_seconds, speed.longest_step_seconds))
     yield (
-        f"a full step of {plan.settings.max_num_batched_tokens:,} tokens: {first} at the beginning of a prompt, {last} at "
-        f"the end of one of {plan.settings.max_model_len:,} tokens, the longest that prompts of other requests delay a "
-        "stream"
+        f"a full step of {plan.settings.max_num_batched_tokens:,} tokens: {first} at the beginning of a prompt, "
+        f"{last} at the end of one of {plan.settings.max_model_len:,} tokens, the longest that prompts of other "
+        "requests delay a stream"
     )
     typical = speed.typical
     yield (
