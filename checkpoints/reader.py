@@ -106,7 +106,6 @@ def check(directory: Path | str) -> str:
     checkpoint = Checkpoint(directory)
     tensors = checkpoint.tensors.values()
     config = checkpoint.config
-    eos = checkpoint.generation_config.get("eos_token_id", config.get("eos_token_id"))
     dtypes = Counter()
     for info in tensors:
         dtypes[str(info.dtype)] += math.prod(info.shape)
@@ -116,8 +115,6 @@ def check(directory: Path | str) -> str:
         f"  weights       {len(tensors)} tensors in {len({info.file for info in tensors})} file(s), "
         f"{checkpoint.nbytes / 1e6:,.1f} MB",
         f"  parameters    {', '.join(f'{count:,} {dtype}' for dtype, count in dtypes.most_common())}",
-        f"  context       {config.get('max_position_embeddings', 'not stated')} tokens",
-        f"  ends at       token ids {eos}",
     ]
     lines += [f"  not read      {what}" for what in checkpoint.ignored]
     return "\n".join(lines)

@@ -27,7 +27,8 @@ class ModelSettings(Settings):
         attention_backend: Kernels that compute attention: triton needs an NVIDIA GPU from A100 on, mosaic an H100 or
             H200. auto takes the best that passes a test at the start, and xla where there is none.
         chat_template: File or Jinja text that replaces the model's chat template.
-        generation_config: Source of sampling defaults: auto reads the model's generation_config.json, vllm uses none.
+        generation_config: Source of sampling defaults, max_new_tokens among them: auto reads the model's
+            generation_config.json, vllm uses none.
         seed: Default seed for requests that set none. Default: a new one at every start.
         compilation_cache_dir: Directory of compiled programs. Default: ~/.cache/omni-jax/xla.
         trust_remote_code: Accepted for vLLM's command lines. No code from a checkpoint is ever run.
@@ -293,7 +294,7 @@ class EngineInfo:
     """What an engine is, once it has started.
 
     Attributes:
-        default_sampling: sampling parameters of the model's generation_config.json, by vLLM's names.
+        default_sampling: sampling parameters of the model's generation_config.json, by their names in SamplingParams.
         num_blocks: blocks of the KV cache that may be used.
         kv_cache_bytes: bytes of the cache's arrays.
         executables: (key, seconds to trace and compile) of each.

@@ -97,7 +97,8 @@ class LLM:
         Args:
             prompts: one prompt or several. Token ids may be a list, a tuple or an array (numpy, JAX); the rows of a
                 two-dimensional array are several prompts.
-            params: sampling parameters for all prompts, or one per prompt. Default: the model's, with 16 tokens.
+            params: sampling parameters for all prompts, or one per prompt. Default: the model's
+                (default_params), with 16 tokens if it has no max_new_tokens.
 
         Raises:
             InvalidRequest: a prompt or its parameters are invalid. Nothing is generated then.
@@ -156,7 +157,7 @@ class LLM:
             self._drop(request)
 
     def default_params(self) -> SamplingParams:
-        """The sampling defaults of the model's generation_config.json."""
+        """The sampling defaults of the model's generation_config.json; its max_new_tokens is max_tokens."""
         return SamplingParams(**self.info.default_sampling)
 
     def _raw(self, prompt: str | tuple[int, ...]) -> RenderedPrompt:

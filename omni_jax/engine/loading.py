@@ -16,6 +16,7 @@ from kernels_pallas.paged_attention import PagedKernels
 from kernels_pallas.paged_attention.choose import addressable_pages
 from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
+from omni_jax.engine.generation_config import default_sampling, eos_token_ids
 from omni_jax.engine.kernels import choose_kernels
 from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 ENCODER_CACHE_TOKENS = 8192
-DEFAULT_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,9 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
     )
 
     generation = checkpoint.generation_config
-    eos_token_ids = _eos(generation, checkpoint.config, tokenizer)
+    eos_ids = eos_token_ids(generation, checkpoint.config, tokenizer.eos_token_id, vocab_size=model.vocab_size)
+    defaults = default_sampling(generation) if config.generation_config == "auto" else {}
+    logger.info("a text ends at the token ids %s; sampling defaults: %s", sorted(eos_ids), defaults or "none")
     encoder = _encoder(config, vision, device) if vision else None
     kernels, fallbacks = choose_kernels(
         config.attention_backend,
@@ -100,7 +102,7 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-    runner_config = _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels)
+    runner_config = _size(config, model, weights, mesh, device, dtype, eos_ids, encoder, kernels)
     if channel is not None:
         runner_config = _agree(channel, model, runner_config)
         kernels = runner_config.kernels
@@ -133,7 +135,7 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         max_model_len=runner_config.max_model_len,
         max_num_seqs=runner_config.max_num_seqs,
         max_num_batched_tokens=_budget(config, device, runner_config.max_num_seqs),
-        default_sampling=_default_sampling(generation) if config.generation_config == "auto" else {},
+        default_sampling=defaults,
         num_blocks=runner_config.num_pages,
         block_size=runner_config.block_size,
         kv_cache_bytes=runner_config.num_pages
@@ -154,7 +156,7 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         vision=vision,
         runner=runner,
         runner_config=runner_config,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=eos_ids,
         channel=channel,
     )
 
@@ -259,7 +261,7 @@ def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, k
     if wanted > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len {wanted} is more than the model's {model.max_position_embeddings} positions: lower "
-            "--max-model-len"
+            "--max-model-len, or add a rope_scaling that the model was made for to its config.json"
         )
     buckets = default_buckets(
         max_num_seqs=max_num_seqs,
@@ -380,21 +382,6 @@ def _dtype(wanted: str, stored: str) -> np.dtype:
         logger.info("converting the %s checkpoint to %s", chosen, other)
         chosen = other
     return np.dtype(jnp.dtype(chosen))
-
-
-def _eos(generation: dict, config: dict, tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that end a text: from generation_config.json, otherwise config.json, otherwise the tokenizer."""
-    for found in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer.eos_token_id):
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
-    return frozenset()
-
-
-def _default_sampling(generation: dict) -> dict[str, Any]:
-    """Sampling defaults of the model; none if its do_sample is false."""
-    if generation.get("do_sample") is False:
-        return {}
-    return {name: generation[name] for name in DEFAULT_SAMPLING if generation.get(name) is not None}
 
 
 def _default_cache() -> Path | None:

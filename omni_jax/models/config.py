@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoints.values import Values
-from omni_jax.models.rope import Rope, rope_from_config
+from omni_jax.models.rope import Rope, max_positions, rope_from_config
 
 # Differences from plain Llama that config.json does not state.
 ARCHITECTURES: dict[str, dict[str, bool]] = {
@@ -71,6 +71,7 @@ class ModelConfig:
     Attributes:
         qkv_bias: the query, key and value projections have biases (Qwen2).
         qk_norm: queries and keys pass an RMSNorm over head_dim before RoPE (Qwen3).
+        max_position_embeddings: number of positions, with those that rope scaling adds (rope.max_positions).
         rope: rotary frequencies and the factor on cosines and sines.
         tie_word_embeddings: the embedding is also the output matrix. Weight loading sets it to False if the checkpoint
             has a head that differs from the embedding (weights.py).
@@ -150,7 +151,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=values.number("rms_norm_eps", 1e-6, low=1e-12, high=1),
-        max_position_embeddings=values.integer("max_position_embeddings", 2048, high=2**30),
+        max_position_embeddings=max_positions(config),
         rope=rope_from_config(config, head_dim),
         tie_word_embeddings=values.boolean("tie_word_embeddings", False),
         dtype=dtype.removeprefix("torch."),

@@ -85,21 +85,45 @@ def _virtual_devices(count: int) -> None:
 
 
 def check(model: Path, /, *, as_json: AsJson = False) -> int:
-    """Check whether a model directory is complete: files, sizes, headers, configuration, tokenizer.
+    """Check whether a model directory is complete and can be served: files, sizes, headers, configuration, tokenizer.
 
     Args:
         model: Model directory to check.
         as_json: Print one JSON object instead of text.
     """
-    from checkpoints.reader import CheckpointError
     from checkpoints.reader import check as check_directory
 
+    directory = model.expanduser()
     try:
-        report, ok = check_directory(model.expanduser()), True
-    except CheckpointError as error:
+        report, ok = "\n".join([check_directory(directory), *_engine_lines(directory)]), True
+    except expected_errors() as error:
         report, ok = str(error), False
     if as_json:
         print(json.dumps({"directory": str(model), "ok": ok, "report": report}, ensure_ascii=False))
     else:
         print(report, file=sys.stdout if ok else sys.stderr)
     return 0 if ok else FAILURE
+
+
+def _engine_lines(directory: Path) -> list[str]:
+    """What the engine makes of the configuration and the tokenizer, as it does at a start.
+
+    Raises:
+        ValueError, OSError: the engine cannot use them.
+    """
+    from checkpoints.reader import Checkpoint
+    from omni_jax.engine.generation_config import default_sampling, eos_token_ids
+    from omni_jax.inputs.tokenizer import Tokenizer
+    from omni_jax.models.config import model_config
+
+    checkpoint = Checkpoint(directory)
+    config, generation = model_config(checkpoint.config), checkpoint.generation_config
+    tokenizer = Tokenizer.from_directory(directory)
+    eos = eos_token_ids(generation, checkpoint.config, tokenizer.eos_token_id, vocab_size=config.vocab_size)
+    sampling = ", ".join(f"{name} {value}" for name, value in default_sampling(generation).items())
+    return [
+        f"  context       {config.max_position_embeddings} tokens",
+        f"  ends at       token ids {', '.join(map(str, sorted(eos))) or 'none'}",
+        f"  sampling      {sampling or 'no defaults'}",
+        f"  chat          {'with' if tokenizer.has_chat_template else 'no'} chat template",
+    ]

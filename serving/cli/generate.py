@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 EXAMPLE = 'omni-jax generate ~/models/SmolLM2-135M-Instruct "Why is the sky blue?" --max-tokens 200'
 
+MAX_TOKENS = 256  # default of --max-tokens where the model has none
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingSettings(Settings):
     """How the next token is chosen. None is the model's own default.
 
     Attributes:
-        max_tokens: Maximum number of tokens to generate.
+        max_tokens: Maximum number of tokens to generate. Default: the max_new_tokens of the model's
+            generation_config.json, or 256.
         temperature: Randomness of the output; 0 is greedy.
         top_p: Keep the most likely tokens up to this total probability.
         top_k: Keep this many of the most likely tokens; -1 keeps all.
@@ -39,7 +42,7 @@ class SamplingSettings(Settings):
         ignore_eos: Continue after the end-of-sequence token.
     """
 
-    max_tokens: Annotated[int, Ge(1)] = 256
+    max_tokens: Annotated[int, Ge(1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -131,10 +134,8 @@ def load_model(model: Path, *panels: Settings | None) -> "LLM":
 def sampling_params(llm: "LLM", settings: SamplingSettings | None) -> "SamplingParams":
     """The model's defaults, overridden by what was given."""
     from omni_jax.requests.sampling_params import SamplingParams
-    from serving.http.sampling import MODEL_DEFAULTS
 
-    defaults = {name: value for name, value in llm.info.default_sampling.items() if name in MODEL_DEFAULTS}
-    return SamplingParams(**(defaults | _given(settings)))
+    return SamplingParams(**({"max_tokens": MAX_TOKENS} | dict(llm.info.default_sampling) | _given(settings)))
 
 
 def check_sampling(settings: SamplingSettings | None) -> None:

@@ -20,7 +20,6 @@ MAX_PROMPTS = 2048  # prompts in one /v1/completions request
 MAX_CHOICES = 8192  # prompts times n
 MAX_POLICY_SIZE = 16384  # characters of a segment policy as JSON; 64 named regions take about 4,000
 MAX_CACHE_SALT = 512  # characters
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # Preprocessing option of images and videos that a request may set -> type of its value.
 PROCESSOR_OPTIONS: dict[str, type] = {"min_pixels": int, "max_pixels": int, "fps": float, "num_frames": int}
@@ -96,6 +95,7 @@ class GenerationRequest(_Strict):
     """Fields of every endpoint that generates text."""
 
     prompt_field: ClassVar[str] = "prompt"  # name of the field that holds the prompt, for errors
+    default_max_tokens: ClassVar[int | None] = None  # None: the rest of the context
 
     model: str | None = None
     request_id: str | None = None
@@ -159,7 +159,7 @@ class GenerationRequest(_Strict):
         return self
 
     def requested_tokens(self) -> tuple[str, int | None]:
-        """The field that limits the number of generated tokens, and its value."""
+        """The field that limits the number of generated tokens, and its value; None if the request leaves it out."""
         return "max_tokens", self.max_tokens
 
     def requested_logprobs(self) -> tuple[int | None, int | None]:
@@ -169,6 +169,8 @@ class GenerationRequest(_Strict):
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
+
+    default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
 
     prompt: Any = None  # validated in prompts(), because a pydantic union would collect one error per token
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -187,9 +189,6 @@ class CompletionRequest(GenerationRequest):
                 f"best_of is not supported yet unless it equals n, got {self.best_of}", param="best_of"
             )
         return self
-
-    def requested_tokens(self) -> tuple[str, int | None]:
-        return "max_tokens", COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def requested_logprobs(self) -> tuple[int | None, int | None]:
         for_prompt = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]

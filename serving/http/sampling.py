@@ -8,9 +8,6 @@ from omni_jax.requests import InvalidRequest, SamplingParams
 from serving.http.errors import bounded_repr
 from serving.http.request_models import GenerationRequest
 
-# Sampling parameters with a default in a checkpoint's generation_config.json.
-MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
 _TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
 
 
@@ -28,7 +25,8 @@ def sampling_params(
     can still be scored with max_tokens 0.
 
     Args:
-        defaults: from the checkpoint's generation_config.json, for parameters that the request does not set.
+        defaults: from the checkpoint's generation_config.json, for parameters that the request does not set. Its
+            max_tokens is no upper limit.
         max_model_len: maximum number of tokens of prompt plus output.
         vocab_size: number of token ids.
         prompt_tokens: length of the prompt.
@@ -37,14 +35,16 @@ def sampling_params(
         InvalidRequest: a value is out of range, or the prompt is too long.
     """
     given = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
-    of_checkpoint = {name: value for name in MODEL_DEFAULTS if (value := defaults.get(name)) is not None}
     logprobs, prompt_logprobs = request.requested_logprobs()
     params = SamplingParams(
-        **(of_checkpoint | given),
-        max_tokens=_max_tokens(request, max_model_len, prompt_tokens),
-        logit_bias=_logit_bias(request.logit_bias or {}),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        **{
+            **defaults,
+            **given,
+            "max_tokens": _max_tokens(request, defaults.get("max_tokens"), max_model_len, prompt_tokens),
+            "logit_bias": _logit_bias(request.logit_bias or {}),
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+        }
     )
     params.check_vocabulary(vocab_size)
     return params
@@ -57,7 +57,7 @@ _COPIED = (
 )
 
 
-def _max_tokens(request: GenerationRequest, max_model_len: int, prompt_tokens: int) -> int:
+def _max_tokens(request: GenerationRequest, of_model: int | None, max_model_len: int, prompt_tokens: int) -> int:
     field, requested = request.requested_tokens()
     if requested is not None and not 0 <= requested <= max_model_len:
         raise InvalidRequest(
@@ -72,7 +72,8 @@ def _max_tokens(request: GenerationRequest, max_model_len: int, prompt_tokens: i
             f"and {output} requested in addition; shorten the prompt",
             param=request.prompt_field,
         )
-    return space if requested is None else min(requested, space)
+    wanted = next((n for n in (requested, of_model, request.default_max_tokens) if n is not None), space)
+    return min(wanted, space)
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -335,11 +335,11 @@ def test_any_corruption_of_the_header_is_a_checkpoint_error_or_harmless(tmp_path
         np.ndarray(info.shape, info.dtype, buffer=bytes(content) + b"\0", offset=info.offset)
 
 
-def test_check_reports_architecture_parameters_context_and_eos(single):
+def test_check_reports_architecture_and_parameters(single):
     report = check(single)
     tensors = tiny.weights(tiny.config("llama"))
     parameters = sum(tensor.size for tensor in tensors.values())
-    for text in ("LlamaForCausalLM", f"{parameters:,} float32", f"{len(tensors)} tensors in 1 file", "[2, 0]", "1024"):
+    for text in ("LlamaForCausalLM", f"{parameters:,} float32", f"{len(tensors)} tensors in 1 file"):
         assert text in report
 
 

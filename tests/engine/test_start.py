@@ -160,19 +160,27 @@ def test_sampling_defaults_are_from_generation_config(dry, tmp_path):
     expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert dry(model_dir=directory).info.default_sampling == expected
     assert dry(model_dir=directory, generation_config="vllm").info.default_sampling == {}
-    path.write_text('{"eos_token_id": 2, "do_sample": false, "temperature": 0.6}')
-    assert dry(model_dir=directory).info.default_sampling == {}
+    path.write_text('{"eos_token_id": 2, "do_sample": false, "temperature": 0.6, "max_new_tokens": 9}')
+    assert dry(model_dir=directory).info.default_sampling == {"max_tokens": 9}
+    assert dry(model_dir=directory, generation_config="vllm").info.default_sampling == {}
+    path.write_text('{"temperature": "high"}')
+    with pytest.raises(CheckpointError, match=r"generation_config.json: temperature must be a finite number .* 'high'"):
+        dry(model_dir=directory)
+    assert dry(model_dir=directory, generation_config="vllm").info.default_sampling == {}
 
 
-@pytest.mark.parametrize(
-    ("generation", "expected"),
-    [('{"eos_token_id": [2, 0, 7]}', {0, 2, 7}), ('{"eos_token_id": 0}', {0}), ("{}", {2}), (None, {2})],
-)
-def test_eos_ids_are_from_generation_config_or_config(dry, tmp_path, generation, expected):
-    directory = tiny.write_tiny(tmp_path, "llama")
+def test_tok_07_the_tokenizers_eos_ends_a_text_too(dry, tmp_path):
+    """As in SmolLM2's base files: both configs name <|endoftext|>, the tokenizer <|im_end|>."""
+    directory = tiny.write_tiny(tmp_path, "llama", eos_token_id=0)
     path = directory / "generation_config.json"
-    path.unlink() if generation is None else path.write_text(generation)
-    assert dry(model_dir=directory).eos_token_ids == expected
+    path.write_text('{"eos_token_id": 0}')
+    loaded = dry(model_dir=directory)
+    assert loaded.eos_token_ids == loaded.runner_config.eos_token_ids == {0, 2}
+    path.unlink()
+    assert dry(model_dir=directory).eos_token_ids == {0, 2}
+    path.write_text('{"eos_token_id": [2, -1]}')
+    with pytest.raises(CheckpointError, match=r"eos_token_id in generation_config.json .* 0 to 511 .*\[2, -1\]"):
+        dry(model_dir=directory)
 
 
 def test_progress_names_each_tensor_and_ends_at_the_total(dry):

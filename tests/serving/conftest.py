@@ -155,11 +155,12 @@ def served(monkeypatch, invoke):
 class FakeLLM:
     fault = None
     vision = None
+    default_sampling = {"temperature": 0.5, "top_k": 7, "max_tokens": 3}  # noqa: RUF012
 
     def __init__(self, model_dir, *, progress, **options):
         if FakeLLM.fault:
             raise FakeLLM.fault
-        self.info = FakeInfo(default_sampling={"temperature": 0.5, "top_k": 7, "max_new_tokens": 3})
+        self.info = FakeInfo(default_sampling=dict(FakeLLM.default_sampling))
         self.tokenizer = make_tokenizer()
         self.engine = types.SimpleNamespace(vision=FakeLLM.vision)
         FakeLLM.made = (model_dir, options)

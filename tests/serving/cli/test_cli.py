@@ -455,13 +455,19 @@ def made(llm) -> EngineConfig:
     return EngineConfig(model_dir=model_dir, **options)
 
 
-def test_generate(invoke, llm, tmp_path):
+def test_generate(invoke, llm, tmp_path, monkeypatch):
     result = invoke("generate", str(tmp_path), "hello", "--max-model-len", "99", "--temperature", "0", "--stop", "x")
     assert (result.exit_code, result.stdout) == (0, "one two\n"), result.output
     assert made(llm) == EngineConfig(model_dir=tmp_path, max_model_len=99, max_num_seqs=1)
     prompt, params = llm.asked
     assert prompt == [{"role": "user", "content": "hello"}]  # the model has a template
-    assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0, 7, 256, ("x",))
+    # max_tokens is the model's; 256 if it has none
+    assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0, 7, 3, ("x",))
+    invoke("generate", ".", "hello", "--max-tokens", "9")
+    assert llm.asked[1].max_tokens == 9
+    monkeypatch.setattr(llm, "default_sampling", {})
+    invoke("generate", ".", "hello")
+    assert llm.asked[1].max_tokens == 256
     invoke("generate", ".", "hello", "--raw")
     assert llm.asked[0] == "hello"
     invoke("generate", ".", "hello", "--system", "be brief")
@@ -509,9 +515,11 @@ def test_generate_faults(invoke, llm):
 
 
 def test_check(invoke, tmp_path):
-    model = write_tiny(tmp_path / "model", "llama")
+    model = write_tiny(tmp_path / "model", "llama", eos_token_id=7)
     result = invoke("check", str(model))
     assert (result.exit_code, result.stderr) == (0, ""), result.output
+    for line in ("context       1024 tokens", "ends at       token ids 0, 2, 7", "chat          with chat template"):
+        assert f"  {line}\n" in result.stdout + "\n"
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     result = invoke("check", str(model))
@@ -521,6 +529,33 @@ def test_check(invoke, tmp_path):
     assert result.exit_code == 1
     assert json.loads(result.stdout)["ok"] is False
     assert invoke("check", str(tmp_path / "nowhere")).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eos_token_id": 2**40}, "eos_token_id in config.json must be a token id from 0 to 511"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+    ],
+)
+def test_check_finds_what_a_start_would_refuse(invoke, tmp_path, change, message):
+    model = write_tiny(tmp_path, "llama")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    result = invoke("check", str(model))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert message in result.stderr
+
+
+def test_ck_09_check_and_plan_name_the_context_with_rope_scaling(invoke, tmp_path):
+    """Qwen2.5's and Qwen3's documented setting for long contexts."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    model = write_tiny(tmp_path, "qwen3", max_position_embeddings=256, rope_scaling=yarn)
+    assert "  context       1024 tokens\n" in invoke("check", str(model)).stdout
+    plan = ("plan", str(model), "--gpu", "h100", "--no-compile", "--json", "--max-model-len")
+    assert json.loads(invoke(*plan, "1024").stdout)["settings"]["max_model_len"] == 1024
+    assert "1025 exceeds the model's 1024 positions" in invoke(*plan, "1025").stderr
 
 
 def test_convert_says_what_is_wrong(invoke, tmp_path):

@@ -229,7 +229,7 @@ async def test_tokenize_and_detokenize(client, engine):
 
 
 async def test_requests_override_the_models_sampling_defaults():
-    defaults = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "max_new_tokens": 3, "do_sample": True}
+    defaults = {"temperature": 0.5, "top_k": 7, "top_p": 0.8}
     engine = FakeEngine(info=FakeInfo(default_sampling=defaults))
     async with serving(engine) as client:
         await client.chat(temperature=0, top_p=None)
@@ -238,6 +238,26 @@ async def test_requests_override_the_models_sampling_defaults():
         assert params.max_tokens == 256 - len(engine.requests[-1].prompt_ids)  # the rest of the context
         await client.complete()
         assert engine.requests[-1].params.max_tokens == 16
+
+
+async def test_gen_01_max_new_tokens_of_the_checkpoint_is_a_default_and_no_limit():
+    engine = FakeEngine(info=FakeInfo(default_sampling={"max_tokens": 20}))
+    async with serving(engine) as client:
+        for send in (client.chat, client.complete):
+            for given, expected in (
+                ({}, 20),
+                ({"max_tokens": None}, 20),
+                ({"max_tokens": 5}, 5),
+                ({"max_tokens": 90}, 90),
+            ):
+                assert (await send(**given))[0] == 200
+                assert engine.requests[-1].params.max_tokens == expected, (send, given)
+        await client.chat(max_completion_tokens=7)
+        assert engine.requests[-1].params.max_tokens == 7
+        await client.complete(prompt=[5] * 250)  # the context is 256
+        assert engine.requests[-1].params.max_tokens == 6
+    async with serving(FakeEngine(info=FakeInfo(default_sampling={"max_tokens": 10_000}))) as client:
+        assert (await client.chat())[0] == 200
 
 
 async def test_sampling_fields_reach_the_engine(client, engine):
