@@ -135,7 +135,8 @@ def sampling_params(llm: "LLM", settings: SamplingSettings | None) -> "SamplingP
     """The model's defaults, overridden by what was given."""
     from omni_jax.requests.sampling_params import SamplingParams
 
-    return SamplingParams(**({"max_tokens": MAX_TOKENS} | dict(llm.info.default_sampling) | _given(settings)))
+    defaults: dict[str, Any] = {"max_tokens": MAX_TOKENS} | dict(llm.info.default_sampling)
+    return SamplingParams(**(defaults | _given(settings)))
 
 
 def check_sampling(settings: SamplingSettings | None) -> None:
