@@ -62,6 +62,19 @@ class Values:
             self.refuse(key, value, f"a list of integers from {low:,} to {high:,}")
         return tuple(value)
 
+    def numbers(self, key: str, default: Any = _REQUIRED, *, low: float, high: float, count: int) -> tuple[float, ...]:
+        """A list of `count` numbers from `low` to `high`."""
+        value = self._get(key, default)
+        if value is default:
+            return value
+        if not (
+            isinstance(value, list)
+            and len(value) == count
+            and all(type(item) in (int, float) and low <= item <= high for item in value)
+        ):
+            self.refuse(key, value, f"a list of {count} numbers from {low:,} to {high:,}")
+        return tuple(value)
+
     def object(self, key: str, default: Any = _REQUIRED) -> "Values":
         """A nested object; `default` is one, too."""
         value = self._get(key, default)

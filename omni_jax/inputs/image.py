@@ -25,6 +25,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from checkpoints.values import Values
 from omni_jax.requests import InvalidRequest, MediaModality
 
 DEFAULT_MAX_PIXELS = 1_003_520  # 1,280 tokens of 28 x 28 pixels
@@ -106,16 +107,20 @@ class VisionSettings:
 
         Raises:
             FileNotFoundError: none of these files exists.
-            ValueError: a file is malformed, or a setting is not supported.
+            ValueError: a file is malformed, a value is wrong (CheckpointError), or a setting is not supported.
         """
         path = Path(path)
-        nested = _read_json(path / "processor_config.json") or {}
-        image = nested.get("image_processor") or _read_json(path / "preprocessor_config.json")
+        nested = _read_json(path / "processor_config.json")
+        image = nested.object("image_processor", {}) if nested else None
+        if not image or not image.content:
+            image = _read_json(path / "preprocessor_config.json")
         if image is None:
             raise FileNotFoundError(
                 f"no preprocessor_config.json in {path}; a model that reads images needs its preprocessing settings"
             )
-        video = nested.get("video_processor") or _read_json(path / "video_preprocessor_config.json") or image
+        video = nested.object("video_processor", {}) if nested else None
+        if not video or not video.content:
+            video = _read_json(path / "video_preprocessor_config.json") or image
         processor, video_processor = _processor(image, path), _processor(video, path, video=True)
         for name in ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor"):
             if getattr(processor, name) != getattr(video_processor, name):
@@ -131,9 +136,9 @@ class VisionSettings:
             max_pixels=min(processor.size.longest_edge, max_pixels),
             video_min_pixels=min(video_processor.size.shortest_edge, max_pixels),
             video_max_pixels=min(video_processor.size.longest_edge, max_pixels),
-            fps=float(video.get("fps") or 2.0),
-            min_frames=video.get("min_frames") or 4,
-            max_frames=video.get("max_frames") or 768,
+            fps=float(video.number("fps", 2.0, low=1e-3, high=1e3)),
+            min_frames=video.integer("min_frames", 4),
+            max_frames=video.integer("max_frames", 768),
             mean=tuple(processor.image_mean),
             std=tuple(processor.image_std),
             rescale_factor=processor.rescale_factor,
@@ -410,22 +415,43 @@ def _check_png_texts(data: bytes) -> None:
         raise _invalid(f"the image has {texts} compressed text chunks, the limit is {_MAX_TEXT_CHUNKS}")
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
+def _read_json(file: Path) -> Values | None:
     if not file.is_file():
         return None
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object, got a {type(content).__name__}")
-    return content
+    return Values(content=content, file=file.name)
 
 
-def _processor(config: dict[str, Any], path: Path, *, video: bool = False) -> Any:
+def _checked(values: Values) -> dict[str, Any]:
+    """The preprocessing settings that are read, without nulls."""
+    size = values.object("size", {})
+    for pixels in (values, size):
+        for key in ("min_pixels", "max_pixels"):
+            pixels.integer(key, None, high=2**40)
+    for key in ("shortest_edge", "longest_edge", "height", "width"):
+        size.integer(key, None, high=2**40)
+    for key in ("patch_size", "temporal_patch_size", "merge_size"):
+        values.integer(key, None, high=1024)
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        values.boolean(key, None)
+    values.integer("resample", None, low=0, high=5)
+    values.number("rescale_factor", None, low=1e-6, high=1)
+    values.numbers("image_mean", None, low=-1e3, high=1e3, count=3)
+    values.numbers("image_std", None, low=1e-6, high=1e3, count=3)
+    names = ("size", "min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size", "do_resize")
+    names += ("do_rescale", "do_normalize", "resample", "rescale_factor", "image_mean", "image_std")
+    return {name: values.content[name] for name in names if values.content.get(name) is not None}
+
+
+def _processor(values: Values, path: Path, *, video: bool = False) -> Any:
     """Create a Qwen2VLImageProcessorPil from the settings; those of video processors have the same names."""
-    config = dict(config)
-    size = dict(config.get("size") or {})
+    config = _checked(values)
+    size = {key: value for key, value in dict(config.get("size") or {}).items() if value is not None}
     for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         if bound in size:  # as written in 2024
             size.setdefault(edge, size.pop(bound))
@@ -434,11 +460,8 @@ def _processor(config: dict[str, Any], path: Path, *, video: bool = False) -> An
     if size:
         config["size"] = size
     processor: Any = Qwen2VLImageProcessorPil.from_dict(config)
-    names = ("patch_size", "temporal_patch_size", "merge_size")
-    numbers = {name: getattr(processor, name) for name in names}
-    numbers |= {"min_pixels": processor.size.shortest_edge, "max_pixels": processor.size.longest_edge}
-    if bad := {name: value for name, value in numbers.items() if type(value) is not int or value < 1}:
-        raise ValueError(f"the preprocessing settings in {path} must be positive whole numbers, got {bad}")
+    if processor.size.shortest_edge is None or processor.size.longest_edge is None:
+        values.refuse("size", values.content.get("size"), "limits on pixels: shortest_edge and longest_edge")
     for name in ("do_resize", "do_rescale", "do_normalize"):
         if not getattr(processor, name):
             raise ValueError(f"the preprocessing settings in {path} have {name}=false, which is not supported")

@@ -19,6 +19,7 @@ from omni_jax.inputs.control_tokens import ControlTokens
 from omni_jax.inputs.token_bytes import TextStream, TokenBytes
 from omni_jax.requests import InvalidRequest, MediaModality
 
+MAX_TOKEN_ID = 2**24  # far above any published vocabulary; a table of all ids is kept
 # Names that template_kwargs cannot set: arguments of apply_chat_template, and variables set elsewhere.
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
     "messages",
@@ -46,6 +47,11 @@ class Tokenizer:
         self._backend.no_padding()
         rule = TokenBytes.from_tokenizer(self._backend)
         vocab = self._backend.get_vocab(with_added_tokens=True)
+        if not vocab or max(vocab.values()) > MAX_TOKEN_ID:
+            raise ValueError(
+                f"tokenizer.json must have tokens with ids from 0 to {MAX_TOKEN_ID:,}, the largest of its {len(vocab)} "
+                f"tokens is {max(vocab.values(), default=None)}"
+            )
         self._bytes = [b""] * (max(vocab.values()) + 1)  # by id, computed once: every generated token looks its own up
         for token, i in vocab.items():
             self._bytes[i] = rule(token)
@@ -81,9 +87,14 @@ class Tokenizer:
             )
         try:
             json.loads((path / "tokenizer.json").read_bytes())  # the library's error has neither file nor cause
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path / 'tokenizer.json'} is not valid JSON (truncated?): {error}") from error
-        hf = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        try:
+            hf = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise ValueError(
+                f"tokenizer.json, or a file beside it such as tokenizer_config.json, is not a tokenizer's: {error}"
+            ) from error
         if chat_template is not None:
             hf.chat_template = _template_text(chat_template)
         elif not hf.chat_template:

@@ -524,8 +524,22 @@ def test_sizes_as_written_in_2024_are_read(tmp_path):
     [
         ({"preprocessor_config": "{"}, "is not JSON"),
         ({"preprocessor_config": "[]"}, "must hold a JSON object"),
-        ({"preprocessor_config": media.QWEN2_VL | {"patch_size": 0}}, "positive whole numbers, got {'patch_size': 0}"),
-        ({"preprocessor_config": media.QWEN2_VL | {"max_pixels": 1.5}}, "positive whole numbers"),
+        (
+            {"preprocessor_config": media.QWEN2_VL | {"patch_size": 0}},
+            "patch_size must be an integer from 1 to 1,024, got 0",
+        ),
+        (
+            {"preprocessor_config": media.QWEN2_VL | {"max_pixels": 1.5}},
+            "preprocessor_config.json: max_pixels must be an integer",
+        ),
+        (
+            {"preprocessor_config": media.QWEN2_VL | {"image_std": [0.5, 0, 0.5]}},
+            "image_std must be a list of 3 numbers",
+        ),
+        ({"preprocessor_config": media.QWEN2_VL | {"fps": "2"}}, "fps must be a number from 0.001 to 1,000.0, got '2'"),
+        ({"preprocessor_config": media.QWEN2_VL | {"size": 3}}, "size must be an object, got 3"),
+        ({"preprocessor_config": media.QWEN2_VL | {"size": {"height": 3}}}, "size must"),
+        ({"processor_config": {"image_processor": "x"}}, "processor_config.json: image_processor must be an object"),
         ({"preprocessor_config": media.QWEN2_VL | {"do_normalize": False}}, "do_normalize=false"),
         ({"preprocessor_config": media.QWEN2_VL | {"resample": 77}}, "77"),
         (
