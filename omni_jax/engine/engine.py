@@ -196,7 +196,7 @@ class Engine:
             request = dataclasses.replace(request, arrival=time.monotonic())
         request = self._with_deadlines(request)
         for sequence in self._scheduler.add(request):
-            self._detokenizers[sequence] = Detokenizer(self.tokenizer, request.params)
+            self._detokenizers[sequence] = Detokenizer(self.tokenizer, request.params, request.prompt_ids)
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs[request.id] = [None]
         before = -1
@@ -421,21 +421,19 @@ class Engine:
         logprob = None
         if params.logprobs is not None and found is not None:
             logprob = token_logprob(found, params.logprobs)
-        text, logprobs = "", ()
-        ended_by_token = sequence.finish_reason == "stop"
-        if not ended_by_token:
-            piece = self._detokenizers[sequence].push(token, logprob)
-            text, logprobs = piece.text, piece.logprobs
-            if piece.stopped is not None:
-                self._end(sequence, "stop", piece.stopped)
+        if sequence.finish_reason == "stop":  # by the token, which is not part of the text
+            return self._ended(sequence, token_ids=(token,), last_logprob=logprob)
+        piece = self._detokenizers[sequence].push(token, logprob)
+        if piece.stopped is not None:
+            self._end(sequence, "stop", piece.stopped)
         if sequence.finish_reason is not None:
-            return self._ended(sequence, text=text, token_ids=(token,), logprobs=logprobs)
+            return self._ended(sequence, text=piece.text, token_ids=(token,), logprobs=piece.logprobs)
         return Delta(
             request_id=sequence.request.id,
             index=sequence.index,
-            text=text,
+            text=piece.text,
             token_ids=(token,),
-            logprobs=logprobs,
+            logprobs=piece.logprobs,
             prompt_logprobs=self._take_prompt_logprobs(sequence),
             cached_tokens=sequence.cached,
         )
@@ -447,10 +445,13 @@ class Engine:
             self._scheduler.clear_prefix_cache()  # its cached blocks may hold NaN, even if it had already ended
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
-    def _ended(self, sequence: Sequence, *, text="", token_ids=(), logprobs=(), error=None) -> Delta:
-        """The last delta of a sequence, with the text that its detokenizer held back."""
+    def _ended(self, sequence: Sequence, *, text="", token_ids=(), logprobs=(), last_logprob=None, error=None) -> Delta:
+        """The last delta of a sequence, with the text that its detokenizer held back.
+
+        `last_logprob` is that of a token that ended the sequence and is not part of the text.
+        """
         self.recorder.finished(sequence, time.monotonic())
-        rest = self._detokenizers.pop(sequence).finish()
+        rest = self._detokenizers.pop(sequence).finish(last_logprob)
         assert sequence.finish_reason is not None
         self._stats.requests_finished[sequence.finish_reason] += 1
         delta = Delta(

@@ -32,6 +32,7 @@ class ControlTokens:
     def __init__(self, backend: tokenizers.Tokenizer):
         specials = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._spelling_of = {i: token.content for i, token in specials.items()}
+        self._id_of = {spelling: i for i, spelling in self._spelling_of.items()}
         self._spellings = list(self._spelling_of.values())
         self._index = {spelling: i for i, spelling in enumerate(self._spellings)}
         self._pattern = re.compile(_any_of(self._spellings) or r"(?!)")
@@ -62,6 +63,15 @@ class ControlTokens:
     def escape(self, text: str, nonce: str) -> str:
         """Replace the spellings of control tokens in client text by sentinels."""
         return self._pattern.sub(lambda match: f"{nonce}{self._index[match[0]]:0{self._width}d}", text)
+
+    def split(self, text: str) -> list[str | int]:
+        """The text with the ids of control tokens in place of their spellings."""
+        parts: list[str | int] = []
+        end = 0
+        for match in self._pattern.finditer(text):
+            parts += [text[end : match.start()], self._id_of[match[0]]]
+            end = match.end()
+        return [*parts, text[end:]]
 
     def unescape(self, text: str, nonce: str) -> str:
         """Replace sentinels by the spellings they stand for."""

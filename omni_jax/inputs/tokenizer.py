@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from omni_jax.inputs.control_tokens import ControlTokens
 from omni_jax.inputs.token_bytes import TextStream, TokenBytes
 from omni_jax.requests import InvalidRequest, MediaModality
 
+logger = logging.getLogger(__name__)
+
 MAX_TOKEN_ID = 2**24  # far above any published vocabulary; a table of all ids is kept
 # Names that template_kwargs cannot set: arguments of apply_chat_template, and variables set elsewhere.
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
@@ -30,7 +33,7 @@ _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, Arithmet
 
 
 class Tokenizer:
-    """Encoding, decoding and chat template of one model. Immutable, so threads can share it.
+    """Encoding, decoding and chat template of one model. Threads can share it.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary, including added ones.
@@ -52,13 +55,16 @@ class Tokenizer:
                 f"tokenizer.json must have tokens with ids from 0 to {MAX_TOKEN_ID:,}, the largest of its {len(vocab)} "
                 f"tokens is {max(vocab.values(), default=None)}"
             )
+        added = self._backend.get_added_tokens_decoder()
         self._bytes = [b""] * (max(vocab.values()) + 1)  # by id, computed once: every generated token looks its own up
         for token, i in vocab.items():
-            self._bytes[i] = rule(token)
+            self._bytes[i] = rule(token, added=i in added)
         self._leading_spaces = rule.leading_spaces
         self._control = ControlTokens(self._backend)
+        self._bos = self._backend.encode("").ids[:1]  # what the tokenizer adds before a text, if anything
+        self._logged_bos = False
         self.vocab_size = len(vocab)
-        self.special_ids = frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_token_id = hf.eos_token_id if isinstance(hf.eos_token_id, int) else None
         self.has_chat_template = bool(hf.chat_template)
         kinds: tuple[MediaModality, ...] = ("image", "video")
@@ -116,7 +122,15 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text has an unpaired surrogate.
         """
-        return self._backend.encode(clean_text(text, "prompt"), add_special_tokens=add_special_tokens).ids
+        ids = self._backend.encode(clean_text(text, "prompt"), add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and not self._logged_bos and self._bos and ids[:2] == 2 * self._bos:
+            self._logged_bos = True
+            logger.warning(
+                "a prompt begins with %r, and the tokenizer adds another: the prompt begins with two, which a model "
+                "does not expect. Leave it out, or set add_special_tokens to false. This is logged once.",
+                self.token_text(ids[0]),
+            )
+        return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids: the UTF-8 text of their bytes, without SentencePiece's leading space.
@@ -127,13 +141,31 @@ class Tokenizer:
         stream = self.stream(skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.close()])
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """Create an incremental decoder: `decode`, one token at a time."""
+    def prompt_text(self, prompt: Sequence[int], output: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """`decode` of a prompt, without a last character that the output's first bytes continue: it is output."""
+        text = self.decode(prompt, skip_special_tokens=skip_special_tokens)
+        if not text.endswith("\ufffd"):
+            return text
+        stream = self.stream(skip_special_tokens=skip_special_tokens, prompt=prompt)
+        for token in output:
+            stream.push(token)
+        return text[:-1] if stream.joined else text
+
+    def stream(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> TextStream:
+        """Create an incremental decoder: `decode`, one token at a time.
+
+        Args:
+            prompt: token ids that the stream continues: its text is `decode` of all tokens, less that of the prompt.
+        """
 
         def bytes_of(token_id: int) -> bytes:
             return b"" if skip_special_tokens and token_id in self.special_ids else self.token_bytes(token_id)
 
-        return TextStream(bytes_of, leading_spaces=self._leading_spaces)
+        return TextStream(bytes_of, leading_spaces=self._leading_spaces, prompt=prompt)
+
+    def split_specials(self, text: str) -> list[str | int]:
+        """The text with the ids of special tokens in place of their spellings."""
+        return self._control.split(text)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token, special tokens included; incomplete characters become U+FFFD."""

@@ -15,12 +15,17 @@ class TokenLogprob:
         logprob: Natural logarithm of its probability; always finite.
         top: The most likely (token id, logprob) pairs at this position, best first. Empty unless requested.
         text_offset: Offset in characters of the token's text in the continuation's text; 0 for prompt tokens.
+        hidden: Whether the text shows nothing of the token: a special token that is skipped, the token that ended the
+            output, or one behind the stop string.
+        removed_spaces: Number of leading spaces of the token that the text lacks because the text begins with it.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     text_offset: int = 0
+    hidden: bool = False
+    removed_spaces: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,8 @@ class Delta:
         index: Index of the continuation, 0 to n - 1.
         text: New text. Never ends inside a character and never contains part of a stop string.
         token_ids: New token ids, including those that a stop string hides.
-        logprobs: Logprobs of the tokens in `text`. Empty unless requested.
+        logprobs: Logprobs of the tokens in `text`, and of hidden ones among and after them; over all deltas, one for
+            each of token_ids. Empty unless requested.
         prompt_logprobs: One entry per prompt token, the first None. Only in the first delta of index 0, if requested.
         finish_reason: Set in the last delta of the continuation.
         stop_reason: The stop string or token id that ended it, if one did.

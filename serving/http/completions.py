@@ -72,7 +72,7 @@ class _ChoiceWriter:
 
     def __init__(self, server: Server, call: Call[CompletionRequest]):
         self._tokenizer, self._call = server.engine.tokenizer, call
-        self._texts: dict[int, str] = {}  # prompt's position -> text to echo
+        self._texts: dict[tuple[int, int], str] = {}  # prompt's position, choice -> text to echo
         self._logprobs: dict[int, CompletionLogprobs] = {}  # prompt's position -> logprobs to echo
 
     def choice(self, position: int, delta: Delta, *, first: bool) -> CompletionChoice:
@@ -83,7 +83,7 @@ class _ChoiceWriter:
             first: whether the delta is the first of its choice.
         """
         request, params = self._call.request, self._call.engine_requests[position].params
-        echo = self._echoed_text(position) if request.echo else ""
+        echo = self._echoed_text(position, delta) if request.echo else ""
         logprobs = None
         if request.logprobs is not None:
             logprobs = completion_logprobs(self._tokenizer, delta.logprobs, top=request.logprobs, offset=len(echo))
@@ -99,14 +99,15 @@ class _ChoiceWriter:
             choice.stop_reason = delta.stop_reason
         return choice
 
-    def _echoed_text(self, position: int) -> str:
-        if position not in self._texts:
+    def _echoed_text(self, position: int, delta: Delta) -> str:
+        """The prompt's text. `delta` is the choice's first one at the first call for a choice."""
+        if (position, delta.index) not in self._texts:
             prompt = self._call.request.prompts()[position]
             if not isinstance(prompt, str):
                 skip_special_tokens = self._call.engine_requests[position].params.skip_special_tokens
-                prompt = self._tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)
-            self._texts[position] = prompt
-        return self._texts[position]
+                prompt = self._tokenizer.prompt_text(prompt, delta.token_ids, skip_special_tokens=skip_special_tokens)
+            self._texts[position, delta.index] = prompt
+        return self._texts[position, delta.index]
 
     def _echoed_logprobs(self, position: int, delta: Delta, top: int) -> CompletionLogprobs:
         if position not in self._logprobs:

@@ -4,6 +4,7 @@ They are those of the model, before temperature, penalties and cut-offs, and alw
 represent becomes FLOOR.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -25,19 +26,18 @@ FLOOR = -9999.0  # as in OpenAI
 
 
 def chat_logprobs(tokenizer: "Tokenizer", logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
-    """OpenAI's chat format: each chosen token with its alternatives, which may not include it."""
+    """OpenAI's chat format: each chosen token with its alternatives, which may not include it.
 
-    def entry(token: int, logprob: float) -> dict:
-        return {
-            "token": tokenizer.token_text(token),
-            "logprob": _finite(logprob),
-            "bytes": list(tokenizer.token_bytes(token)),
-        }
+    The bytes of the chosen tokens together are those of the text: none for a token of which the text shows nothing.
+    """
+
+    def entry(item: TokenLogprob, token: int, logprob: float) -> dict:
+        data = _bytes(tokenizer, item, token)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
     def chosen(item: TokenLogprob) -> ChatLogprob:
-        return ChatLogprob(
-            **entry(item.token_id, item.logprob), top_logprobs=[TopLogprob(**entry(*t)) for t in item.top]
-        )
+        own = entry(item, item.token_id, item.logprob) | ({"bytes": []} if item.hidden else {})
+        return ChatLogprob(**own, top_logprobs=[TopLogprob(**entry(item, *alternative)) for alternative in item.top])
 
     return ChatLogprobs(content=[chosen(item) for item in logprobs])
 
@@ -52,7 +52,7 @@ def completion_logprobs(
         offset: number of characters before the text that the logprobs belong to.
     """
     return CompletionLogprobs(
-        tokens=[_name(tokenizer, item.token_id) for item in logprobs],
+        tokens=[_name(_bytes(tokenizer, item, item.token_id)) for item in logprobs],
         token_logprobs=[_finite(item.logprob) for item in logprobs],
         top_logprobs=[_alternatives(tokenizer, item, top) for item in logprobs],
         text_offset=[offset + item.text_offset for item in logprobs],
@@ -68,14 +68,17 @@ def echoed_logprobs(
     skip_special_tokens: bool = True,
 ) -> CompletionLogprobs:
     """The prompt's tokens in the completions format. The first token has no logprob, because nothing precedes it."""
-    decoder, length, offsets = tokenizer.stream(skip_special_tokens=skip_special_tokens), 0, []
-    for token in prompt_ids:
+    decoder, length, offsets, names = tokenizer.stream(skip_special_tokens=skip_special_tokens), 0, [], []
+    items: list[TokenLogprob | None] = []
+    for token, item in zip(prompt_ids, logprobs, strict=True):
         offsets.append(length)
         length += len(decoder.push(token))
+        names.append(_name(tokenizer.token_bytes(token)[decoder.removed :]))
+        items.append(item and dataclasses.replace(item, removed_spaces=decoder.removed) if decoder.removed else item)
     return CompletionLogprobs(
-        tokens=[_name(tokenizer, token) for token in prompt_ids],
-        token_logprobs=[None if item is None else _finite(item.logprob) for item in logprobs],
-        top_logprobs=[None if item is None else _alternatives(tokenizer, item, top) for item in logprobs],
+        tokens=names,
+        token_logprobs=[None if item is None else _finite(item.logprob) for item in items],
+        top_logprobs=[None if item is None else _alternatives(tokenizer, item, top) for item in items],
         text_offset=offsets,
     )
 
@@ -105,18 +108,24 @@ def prompt_logprobs(
 
 
 def _alternatives(tokenizer: "Tokenizer", item: TokenLogprob, top: int) -> dict[str, float]:
-    named = {_name(tokenizer, item.token_id): _finite(item.logprob)}
+    named = {_name(_bytes(tokenizer, item, item.token_id)): _finite(item.logprob)}
     for token, logprob in item.top[:top]:
-        named.setdefault(_name(tokenizer, token), _finite(logprob))
+        named.setdefault(_name(_bytes(tokenizer, item, token)), _finite(logprob))
     return named
 
 
-def _name(tokenizer: "Tokenizer", token: int) -> str:
+def _bytes(tokenizer: "Tokenizer", item: TokenLogprob, token: int) -> bytes:
+    """The bytes of a token in the item's place. Where the text begins, it lacks a leading space of any token."""
+    data = tokenizer.token_bytes(token)
+    for _ in range(item.removed_spaces):
+        data = data.removeprefix(b" ")
+    return data
+
+
+def _name(data: bytes) -> str:
     """The token's text, or its bytes if they are part of a character: such tokens all have the same text."""
-    text = tokenizer.token_text(token)
-    if "\ufffd" not in text:
-        return text
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token))
+    text = data.decode(errors="replace")
+    return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(logprob: float) -> float:

@@ -76,6 +76,10 @@ def logprobs_of(pieces):
     return [entry for piece in pieces for entry in piece.logprobs]
 
 
+def shown(pieces):
+    return [entry for entry in logprobs_of(pieces) if not entry.hidden]
+
+
 def spell(tokenizer, *strings):
     """The tokens of strings that are one token each."""
     ids = [tokenizer.encode(string, add_special_tokens=False) for string in strings]
@@ -152,7 +156,7 @@ def test_str_03_an_incomplete_character_is_held_back(byte_level):
 def test_str_06_a_token_after_a_broken_character_begins_after_its_replacement(byte_level):
     ids = [*letters(byte_level, "天")[:2], *spell(byte_level, " Paris")]
     assert [entry.text_offset for entry in logprobs_of(run(byte_level, ids))] == [0, 0, 1]
-    assert [entry.token_id for entry in logprobs_of(run(byte_level, ids, stop=" P"))] == ids[:2]
+    assert [entry.token_id for entry in shown(run(byte_level, ids, stop=" P"))] == ids[:2]
 
 
 def test_str_03_invalid_bytes_are_not_held_back(byte_level):
@@ -219,7 +223,9 @@ def test_str_05_special_tokens_are_skipped(byte_level):
     ids = [*letters(byte_level, "ab"), byte_level.eos_token_id, *letters(byte_level, "c")]
     pieces = run(byte_level, ids)
     assert text_of(pieces) == "abc"
-    assert [entry.token_id for entry in logprobs_of(pieces)] == letters(byte_level, "abc")
+    assert [entry.token_id for entry in logprobs_of(pieces)] == ids
+    assert [entry.hidden for entry in logprobs_of(pieces)] == [False, False, True, False]
+    assert [entry.text_offset for entry in logprobs_of(pieces)] == [0, 1, 2, 2]
     assert text_of(run(byte_level, ids, skip_special_tokens=False)) == "ab<|im_end|>c"
     pieces = run(byte_level, ids, skip_special_tokens=False, stop="|im")
     assert text_of(pieces) == "ab<"
@@ -290,25 +296,29 @@ def test_str_04_05_06_pieces_agree_with_the_whole_text(byte_level, sentencepiece
         assert (len(pieces), pieces[-1].stopped) == (len(ids) + 1, None)
     assert text_of(pieces) == visible
 
-    shown, released = 0, []
+    spans = token_spans(tokenizer, ids, counts)
+    passed, released = 0, []
     for tokens, piece in enumerate(pieces[: len(ids)], start=1):
-        shown += len(piece.text)
+        passed += len(piece.text)
         released += piece.logprobs
         # Held text is shorter than a stop string, and a stop string begins with it.
-        held = whole[shown : counts[tokens]]
+        held = whole[passed : counts[tokens]]
         assert piece.stopped or not held or any(len(held) < len(s) and s.startswith(held) for s in stops)
-        # A log-probability is released exactly when the last character of its token is shown.
+        # A log-probability is released exactly when the last character of its token, or of those before it, is shown.
         if not piece.stopped:
-            ends = [(i, end) for i, end in token_spans(tokenizer, ids, counts) if i < tokens and end <= shown]
-            assert [int(-entry.logprob) for entry in released] == [i for i, _ in ends]
-    final = logprobs_of(pieces)
-    assert [int(-entry.logprob) for entry in final] == [
-        i for i, _ in token_spans(tokenizer, ids, counts) if counts[i] < len(visible)
+            assert [int(-entry.logprob) for entry in released] == [
+                i for i, (_, end) in enumerate(spans[:tokens]) if end <= passed
+            ]
+    # LP-05: one entry for each token, hidden if the text shows nothing of it.
+    entries, pushed = logprobs_of(pieces), min(len(pieces), len(ids))
+    assert [entry.token_id for entry in entries] == ids[:pushed]
+    assert [int(-entry.logprob) for entry in entries] == list(range(pushed))
+    assert [entry.hidden for entry in entries] == [
+        first == last or first >= len(visible) for first, last in spans[:pushed]
     ]
-    assert [entry.text_offset for entry in final] == [counts[int(-entry.logprob)] for entry in final]
-    data_out = b"".join(tokenizer.token_bytes(entry.token_id) for entry in final)
-    readings = [data_out, data_out.removeprefix(b" ")] if strips_a_space(tokenizer) else [data_out]
-    assert any(reading == visible.encode() or (cut and reading.startswith(visible.encode())) for reading in readings)
+    assert [entry.text_offset for entry in entries] == [min(first, len(visible)) for first, _ in spans[:pushed]]
+    data_out = b"".join(shown_bytes(tokenizer, entry) for entry in entries)
+    assert data_out == visible.encode() or (cut and data_out.startswith(visible.encode()))
     assert pieces == run(tokenizer, ids, stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include)
     silent = run(tokenizer, ids, logprobs=False, stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include)
     assert [piece.text for piece in silent] == [piece.text for piece in pieces]
@@ -316,7 +326,7 @@ def test_str_04_05_06_pieces_agree_with_the_whole_text(byte_level, sentencepiece
 
 
 def token_spans(tokenizer, ids, counts):
-    """(index in ids, end of its text) of each token that has text; an incomplete character counts."""
+    """The place of each token's text; an incomplete character counts."""
     spans, data = [], b""
     for i, token in enumerate(ids):
         added = b"" if token in tokenizer.special_ids else tokenizer.token_bytes(token)
@@ -324,10 +334,13 @@ def token_spans(tokenizer, ids, counts):
             data, added = added, added.removeprefix(b" ")
         else:
             data += added
-        if added:
-            unfinished = len(data.decode(errors="ignore").encode()) < len(data)
-            spans.append((i, counts[i + 1] + unfinished))
+        unfinished = bool(added) and len(data.decode(errors="ignore").encode()) < len(data)
+        spans.append((counts[i], counts[i + 1] + unfinished if added else counts[i]))
     return spans
+
+
+def shown_bytes(tokenizer, entry):
+    return b"" if entry.hidden else tokenizer.token_bytes(entry.token_id)[entry.removed_spaces :]
 
 
 def stop_strings(whole):
@@ -351,3 +364,109 @@ def test_the_cost_per_token_does_not_grow_with_the_output(byte_level, monkeypatc
         detokenizer.push(token)
         assert len(detokenizer._held) < 80
     assert looked_up == ids
+
+
+def continuation(tokenizer, prompt, output, **params):
+    """The pieces of an output after a prompt."""
+    detokenizer = Detokenizer(tokenizer, SamplingParams(max_tokens=None, **params), prompt)
+    return [*(detokenizer.push(t, TokenLogprob(token_id=t, logprob=0.0)) for t in output), detokenizer.finish()]
+
+
+def test_tok_08_the_first_space_of_a_continuation_is_kept(sentencepiece):
+    output = spell(sentencepiece, "Paris")
+    assert sentencepiece.token_text(output[0]) == " Paris"
+    for prompt, text in ((sentencepiece.encode("the capital"), " Paris"), ([1], "Paris"), ([], "Paris")):
+        pieces = continuation(sentencepiece, prompt, output)
+        assert text_of(pieces) == text
+        assert b"".join(shown_bytes(sentencepiece, entry) for entry in logprobs_of(pieces)) == text.encode()
+    pieces = continuation(sentencepiece, [1], output, skip_special_tokens=False)  # <s> is text then
+    assert text_of(pieces) == sentencepiece.decode([1, *output], skip_special_tokens=False).removeprefix("<s>")
+
+
+def test_tok_08_a_space_that_the_prompt_used_up_is_not_removed_again(sentencepiece):
+    space = letters(sentencepiece, " ")
+    assert text_of(continuation(sentencepiece, space, spell(sentencepiece, "Paris"))) == " Paris"
+    assert text_of(continuation(sentencepiece, [*space, *space], spell(sentencepiece, "Paris"))) == " Paris"
+
+
+def test_tok_08_a_character_that_the_output_completes_is_text_of_the_output(byte_level):
+    first, second, third = letters(byte_level, "天")
+    x = letters(byte_level, "x")
+    for prompt, output, text in (
+        ([*x, first], [second, third, *x], "天x"),
+        ([first, second], [third], "天"),
+        ([first], [second], "\ufffd"),  # not complete, but it has a byte of the output
+        ([first], [second, *x], "\ufffdx"),
+        ([*x, first, second], x, "x"),  # its U+FFFD is text of the prompt
+        ([first, second], [], ""),
+        ([first, second], [first, second, third], "天"),
+        (letters(byte_level, "天"), [third], "\ufffd"),
+        (letters(byte_level, "👩")[:2], letters(byte_level, "👩")[2:], "👩"),
+    ):
+        pieces = continuation(byte_level, prompt, output)
+        assert text_of(pieces) == text
+        whole, of_prompt = byte_level.decode([*prompt, *output]), byte_level.decode(prompt)
+        assert whole in (of_prompt + text, of_prompt.removesuffix("\ufffd") + text)
+    pieces = continuation(byte_level, [first], [second, third, *x])
+    assert [entry.text_offset for entry in logprobs_of(pieces)] == [0, 0, 1]
+
+
+@given(ids=st.lists(st.integers(0, 440), max_size=30), at=st.integers(0, 30), skip=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_tok_08_output_is_the_whole_text_less_the_prompts(byte_level, sentencepiece, ids, at, skip):
+    for tokenizer in (byte_level, sentencepiece):
+        prompt, output = ids[:at], ids[at:]
+        pieces = continuation(tokenizer, prompt, output, skip_special_tokens=skip)
+        whole, of_prompt = (tokenizer.decode(part, skip_special_tokens=skip) for part in (ids, prompt))
+        # A character across the border belongs to the output.
+        assert whole in (of_prompt + text_of(pieces), of_prompt.removesuffix("\ufffd") + text_of(pieces))
+        if whole.startswith(of_prompt) and not of_prompt.endswith("\ufffd"):
+            assert text_of(pieces) == whole[len(of_prompt) :]
+
+
+def test_tok_08_only_the_last_tokens_of_a_prompt_are_read(byte_level, monkeypatch):
+    prompt = letters(byte_level, "a cat ") * 1000
+    looked_up = []
+    token_bytes = byte_level.token_bytes
+    monkeypatch.setattr(byte_level, "token_bytes", lambda token: looked_up.append(token) or token_bytes(token))
+    Detokenizer(byte_level, SamplingParams(), prompt)
+    assert len(looked_up) <= 4
+
+
+def test_lp_05_the_token_that_ends_the_text_has_an_entry(byte_level):
+    detokenizer = Detokenizer(byte_level, SamplingParams(stop="never", max_tokens=None))
+    ids = letters(byte_level, "xne")
+    pieces = [detokenizer.push(token, TokenLogprob(token_id=token, logprob=-1.0)) for token in ids]
+    pieces.append(detokenizer.finish(TokenLogprob(token_id=2, logprob=-2.0)))
+    assert text_of(pieces) == "xne"
+    assert [(entry.token_id, entry.text_offset, entry.hidden) for entry in logprobs_of(pieces)] == [
+        (ids[0], 0, False),
+        (ids[1], 1, False),
+        (ids[2], 2, False),
+        (2, 3, True),
+    ]
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "b<|im_end|>", "<|im_end|>\n", "b<|im_end|>\n<|im_start|>a"])
+def test_a_special_token_in_a_stop_string_is_found(byte_level, stop):
+    ids = [*letters(byte_level, "ab"), 2, *letters(byte_level, "\n"), 1, *letters(byte_level, "ac")]
+    spelt = "ab<|im_end|>\n<|im_start|>ac"
+    cut = spelt.index(stop)
+    for include in (False, True):
+        pieces = run(byte_level, ids, stop=stop, include_stop_str_in_output=include)
+        assert pieces[-1].stopped == stop
+        visible = spelt[: cut + len(stop) * include].replace("<|im_end|>", "").replace("<|im_start|>", "")
+        assert text_of(pieces) == visible
+        assert [entry.token_id for entry in logprobs_of(pieces)] == ids[: len(pieces)]
+        assert b"".join(shown_bytes(byte_level, entry) for entry in logprobs_of(pieces)) == visible.encode()
+
+
+def test_a_special_token_is_no_stop_string_in_part(byte_level):
+    ids = [*letters(byte_level, "ab"), 2, *letters(byte_level, "c")]
+    for stop in ("<", "<|", "|>c", "<|im_end|", "b<|im_start|>", "<|im_end|>d"):
+        assert text_of(run(byte_level, ids, stop=stop)) == "abc"
+    assert text_of(run(byte_level, letters(byte_level, "a<|im_end|>b"), stop="<|im_end|>")) == "a"  # spelt out
+    assert text_of(run(byte_level, ids, stop="<|im_end|>", skip_special_tokens=False)) == "ab"
+    assert text_of(run(byte_level, ids, stop="<|im_end|>", min_tokens=3)) == "abc"
+    assert text_of(run(byte_level, ids, stop="<|im_end|>", min_tokens=2)) == "ab"
+    assert text_of(run(byte_level, [*letters(byte_level, "ab"), 2], stop="b<|im_end|>c")) == "ab"  # held, released

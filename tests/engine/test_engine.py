@@ -34,7 +34,8 @@ def biased(*tokens: int, **fields) -> SamplingParams:
 @pytest.mark.parametrize("token", tiny.EOS_IDS)
 def test_every_eos_of_the_generation_config_ends_a_text(engine, token):
     answer = run(engine, request("a", 20, biased(token, logprobs=0)))["a", 0]
-    assert (answer.tokens, answer.text, answer.logprobs) == ([token], "", [])
+    assert (answer.tokens, answer.text) == ([token], "")
+    assert [(entry.token_id, entry.hidden) for entry in answer.logprobs] == [(token, True)]  # LP-05
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
 
 
@@ -47,6 +48,17 @@ def test_stop_token_ids_end_a_text_and_are_the_stop_reason(engine):
     answer = run(engine, request("a", 20, biased(77, stop_token_ids=(5, 77))))["a", 0]
     assert (answer.tokens, answer.text) == ([77], "")
     assert (answer.finish_reason, answer.stop_reason) == ("stop", 77)
+
+
+@pytest.mark.parametrize("special", tiny.EOS_IDS)
+def test_a_stop_string_may_be_a_special_token(engine, special):
+    spelling = engine.tokenizer.token_text(special)
+    for stop in (spelling, spelling * 2):
+        answer = run(engine, request("a", 20, biased(special, ignore_eos=True, stop=stop, logprobs=0)))["a", 0]
+        assert answer.tokens == [special] * (1 + (stop != spelling))
+        assert (answer.text, answer.finish_reason, answer.stop_reason) == ("", "stop", stop)
+        assert [entry.token_id for entry in answer.logprobs] == answer.tokens
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("stops", [{}, {"stop_token_ids": (77, 78)}], ids=["eos", "stop ids"])

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from omni_jax import LLM, SamplingParams
+from omni_jax.inputs import Tokenizer
 from omni_jax.requests import InvalidRequest, Request
 from omni_jax.requests.slo import SLO
 from tests import tiny
 from tests.engines import assert_idle, greedy, load_tiny, sharing
 from tests.goldens import make
+from tests.inputs import vocabularies
 
 pytestmark = pytest.mark.smoke
 
@@ -91,6 +93,20 @@ def test_bf_03_token_ids_may_be_arrays(llm):
     assert "".join(llm.stream(rows[0], greedy(max_tokens=3))) == expected.outputs[0].text
     with pytest.raises(InvalidRequest, match="token 0 of the prompt must be an integer, got bool True"):
         llm.generate([True, False])
+
+
+def test_tok_08_output_continues_the_prompts_text(llm, tmp_path):
+    """A SentencePiece tokenizer on any weights: the first space of a continuation is text."""
+    tokenizer = Tokenizer.from_directory(vocabularies.write_directory(tmp_path, vocabularies.sentencepiece()))
+    llm.tokenizer = llm.engine.tokenizer = tokenizer
+    paris = tokenizer.encode("Paris", add_special_tokens=False)
+    params = greedy(max_tokens=2, logit_bias={paris[0]: 100.0}, n=2)
+    ids = tokenizer.encode("the capital")
+    for prompt in ("the capital", ids):
+        [output] = llm.generate(prompt, params)
+        assert [completion.text for completion in output.outputs] == [" Paris Paris"] * 2
+        assert tokenizer.decode([*ids, *paris, *paris]) == "the capital Paris Paris"
+    assert "".join(llm.stream(ids, greedy(max_tokens=1, logit_bias={paris[0]: 100.0}))) == " Paris"
 
 
 def test_parameters_may_differ_between_prompts(llm):

@@ -171,3 +171,42 @@ def test_decode_with_a_metaspace_decoder(tmp_path):
     backend.decoder = decoders.Metaspace()
     ids = backend.encode("the cat Paris", add_special_tokens=False).ids
     assert wrap(tmp_path, backend).decode(ids) == backend.decode(ids) == "the cat Paris"
+
+
+WORDS = (
+    "café",
+    "đem",
+    "čaj",
+    "Straße",
+    "naïve",
+    "Ġuh",
+    "ÿ",
+)  # each letter stands for a byte in byte-level vocabularies
+
+
+def test_tok_09_an_added_token_is_its_own_text(tmp_path):
+    backend = Backend.from_str(BYTE_LEVEL.to_str())
+    backend.add_tokens(list(WORDS))
+    backend.add_special_tokens(["<café>"])
+    ours = wrap(tmp_path, backend)
+    for word in (*WORDS, "<café>"):
+        ids = ours.encode(f"a {word} b")
+        assert backend.token_to_id(word) in ids
+        assert ours.token_text(backend.token_to_id(word)) == word
+        assert ours.token_bytes(backend.token_to_id(word)) == word.encode()
+        assert ours.decode(ids, skip_special_tokens=False) == f"a {word} b"
+        stream = ours.stream(skip_special_tokens=False)
+        assert "".join(map(stream.push, ids)) == f"a {word} b"
+    assert ours.decode(ours.encode("café na")) == "café na"  # the vocabulary's own tokens are bytes as before
+
+
+def test_a_second_bos_is_logged_once(tmp_path, caplog):
+    ours = wrap(tmp_path, SENTENCEPIECE, bos_token="<s>", chat_template="<s>{{ messages[0].content }}")
+    assert ours.encode("the cat")[:2] != [1, 1]
+    assert ours.encode("<s>the cat", add_special_tokens=False)[:2] != [1, 1]
+    assert ours.render_chat([{"role": "user", "content": "<s>the"}], add_generation_prompt=False)[:2] != [1, 1]
+    assert not caplog.records
+    for _ in range(2):
+        assert ours.encode("<s>the cat")[:2] == [1, 1]
+    [record] = caplog.records
+    assert "begins with '<s>', and the tokenizer adds another: the prompt begins with two" in record.getMessage()

@@ -216,7 +216,7 @@ class FakeEngine:
         ids = self.tokenizer.encode(self.answers(request, index), add_special_tokens=False)
         limit = params.max_tokens if params.max_tokens is not None else len(ids)
         reason = "stop" if len(ids) <= limit else "length"
-        decoder = self.tokenizer.stream()
+        decoder = self.tokenizer.stream(prompt=request.prompt_ids)
         prompt = self._prompt_logprobs(request) if index == 0 and params.prompt_logprobs is not None else None
         offset, held = 0, []
         finish = None

@@ -4,7 +4,10 @@ import math
 
 import pytest
 
-from serving.http.logprobs import FLOOR
+from omni_jax.inputs import Tokenizer
+from omni_jax.requests import TokenLogprob
+from serving.http.logprobs import FLOOR, chat_logprobs
+from tests.inputs import vocabularies
 from tests.serving.fake_engine import alternatives
 
 
@@ -124,6 +127,57 @@ async def test_completion_logprobs_name_parts_of_characters_by_their_bytes(clien
         assert "\ufffd" not in "".join(top)
         assert logprobs["tokens"][position] in top
     assert any(token.startswith("bytes:\\x") for token in logprobs["tokens"])
+
+
+@pytest.fixture
+def sentencepiece(tmp_path) -> Tokenizer:
+    return Tokenizer.from_directory(
+        vocabularies.write_directory(tmp_path, vocabularies.sentencepiece(), eos_token="</s>", bos_token="<s>")
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_tok_08_names_of_tokens_joined_are_the_text(client, engine, sentencepiece, stream, echo):
+    engine.tokenizer = sentencepiece
+    engine.answers = lambda request, index: "Paris and"
+    for prompt in ("the capital", sentencepiece.encode("the capital")):
+        body = {"prompt": prompt, "echo": echo, "logprobs": 1, "n": 2}
+        if stream:
+            choices = [c for chunk in await client.chunks("/v1/completions", body) for c in chunk["choices"]]
+        else:
+            choices = (await client.complete(**body))[1]["choices"]
+        for index in (0, 1):
+            own = [choice for choice in choices if choice["index"] == index]
+            names = [name for choice in own for name in choice["logprobs"]["tokens"]]
+            text = "".join(choice["text"] for choice in own)
+            assert text == "the capital" * echo + " Paris and"
+            assert "".join(names) == "<s>" * echo + text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tok_08_an_echoed_prompt_leaves_a_joined_character_to_the_output(client, engine, stream):
+    engine.answers = lambda request, index: "天" if index else "x"
+    begun = [next(i for i in range(512) if engine.tokenizer.token_bytes(i) == bytes([byte])) for byte in b"x\xe5\xa4"]
+    ids = {"天": [next(i for i in range(512) if engine.tokenizer.token_bytes(i) == b"\xa9")]}
+    encode = engine.tokenizer.encode
+    engine.tokenizer.encode = lambda text, **options: ids.get(text) or encode(text, **options)
+    body = {"prompt": begun, "echo": True, "n": 2}
+    if stream:
+        choices = [c for chunk in await client.chunks("/v1/completions", body) for c in chunk["choices"]]
+    else:
+        choices = (await client.complete(**body))[1]["choices"]
+    texts = ["".join(choice["text"] for choice in choices if choice["index"] == index) for index in (0, 1)]
+    assert texts == ["x\ufffdx", "x天"]
+
+
+async def test_a_hidden_token_has_a_name_and_no_bytes(engine):
+    eos = engine.tokenizer.eos_token_id or 0
+    entry = TokenLogprob(token_id=eos, logprob=-1.0, top=((eos, -1.0),), hidden=True)
+    [found] = chat_logprobs(engine.tokenizer, [entry]).content
+    name = engine.tokenizer.token_text(eos)
+    assert (found.token, found.bytes) == (name, [])
+    assert bytes(found.top_logprobs[0].bytes).decode() == name
 
 
 async def test_prompt_logprobs(client, engine):

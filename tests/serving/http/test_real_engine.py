@@ -169,6 +169,54 @@ async def test_api_03_prompt_logprobs_equal_those_of_transformers(loaded):
         assert body["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {str(tiny.EOS_IDS[0]): 100}, "max_tokens": 1},  # as harnesses score
+        {"logit_bias": {"77": 100}, "stop_token_ids": [77]},
+        {"logit_bias": {str(tiny.EOS_IDS[0]): 100}, "ignore_eos": True},  # tokens without text
+        {"stop": ["e", "a", " ", "th"], "max_tokens": 40},
+        {"stop": ["e", "a", " ", "th"], "max_tokens": 40, "include_stop_str_in_output": True},
+        {"temperature": 1, "seed": 3},
+    ],
+    ids=["eos", "stop id", "no text", "stop string", "stop string included", "sampled"],
+)
+async def test_lp_05_every_generated_token_has_an_entry(loaded, path, stream, fields):
+    """By position, harnesses cut prompt from output."""
+    body = {"max_tokens": 5, "temperature": 0, "n": 2, **fields}
+    if path == "/v1/completions":
+        body |= {"prompt": PROMPT, "echo": True, "logprobs": 1}
+    else:
+        body |= {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 1}
+    async with real_server(loaded) as (_, client):
+        if stream:
+            chunks = await client.chunks(path, body | {"stream_options": {"include_usage": True}})
+            usage = chunks.pop()["usage"]
+        else:
+            status, answer = await client.post(path, body)
+            assert status == 200, answer
+            usage, chunks = answer["usage"], [answer]
+    found = [choice for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    assert usage["completion_tokens"] >= 2
+    if path == "/v1/completions":
+        text = {i: "".join(choice["text"] for choice in found if choice["index"] == i) for i in (0, 1)}
+        columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        for column in columns:
+            entries = {i: [e for c in found if c["index"] == i for e in c["logprobs"][column]] for i in (0, 1)}
+            assert sum(map(len, entries.values())) == 2 * len(PROMPT) + usage["completion_tokens"]
+            for i in (0, 1):
+                assert None not in entries[i][len(PROMPT) :]
+        for i in (0, 1):
+            assert entries[i] == sorted(entries[i])  # text_offset
+            assert entries[i][-1] <= len(text[i])
+    else:
+        entries = [entry for choice in found for entry in choice["logprobs"]["content"]]
+        assert len(entries) == usage["completion_tokens"]
+        assert all(len(entry["top_logprobs"]) == 1 for entry in entries)
+
+
 async def test_op_04_metrics_add_up(loaded):
     async with real_server(loaded) as (engine, client):
         answers = await asyncio.gather(*(client.complete(tiny.prompt(n), max_tokens=4, seed=n) for n in range(1, 20)))
