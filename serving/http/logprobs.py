@@ -7,7 +7,7 @@ represent becomes FLOOR.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_jax.requests import TokenLogprob
 from serving.http.response_models import (
@@ -31,12 +31,14 @@ def chat_logprobs(tokenizer: "Tokenizer", logprobs: Iterable[TokenLogprob]) -> C
     The bytes of the chosen tokens together are those of the text: none for a token of which the text shows nothing.
     """
 
-    def entry(item: TokenLogprob, token: int, logprob: float) -> dict:
+    def entry(item: TokenLogprob, token: int, logprob: float) -> dict[str, Any]:
         data = _bytes(tokenizer, item, token)
         return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
     def chosen(item: TokenLogprob) -> ChatLogprob:
-        own = entry(item, item.token_id, item.logprob) | ({"bytes": []} if item.hidden else {})
+        own = entry(item, item.token_id, item.logprob)
+        if item.hidden:
+            own["bytes"] = []
         return ChatLogprob(**own, top_logprobs=[TopLogprob(**entry(item, *alternative)) for alternative in item.top])
 
     return ChatLogprobs(content=[chosen(item) for item in logprobs])
