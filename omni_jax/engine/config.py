@@ -178,6 +178,9 @@ class EncoderSettings(Settings):
 
     Attributes:
         max_pixels: Maximum number of pixels of an image or a video frame after resizing.
+        max_source_pixels: Maximum number of pixels of an image or a video frame before resizing. A JPEG may have twice
+            as many; above the limit it is decoded at half its width and height where that is still far above
+            max_pixels. A pixel takes 3 bytes of host memory while an image is read.
         encoder_cache_tokens: Number of tokens of images whose features stay on the device. Default: 8192, and no less
             than one image needs.
         encoder_layers_per_slice: Number of layers of the vision tower that run between two steps. Default: 1 on a CPU,
@@ -185,6 +188,7 @@ class EncoderSettings(Settings):
     """
 
     max_pixels: Count = 1_003_520
+    max_source_pixels: Annotated[int, Ge(1), Le(2**26)] = 2**25
     encoder_cache_tokens: Count | None = None
     encoder_layers_per_slice: Count | None = None
 

@@ -228,7 +228,9 @@ def _vision(config: EngineConfig, model: VisionConfig | None) -> VisionInputs | 
     """Settings that turn images into patches; None for a text-only model."""
     if model is None:
         return None
-    settings = VisionSettings.from_directory(Path(config.model_dir), max_pixels=config.max_pixels)
+    settings = VisionSettings.from_directory(
+        Path(config.model_dir), max_pixels=config.max_pixels, max_source_pixels=config.max_source_pixels
+    )
     return VisionInputs(config=model, settings=settings)
 
 

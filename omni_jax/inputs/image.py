@@ -12,13 +12,13 @@ import json
 import math
 import os
 import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 # Suppresses transformers' advice to install PyTorch, which this engine does not use.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -26,35 +26,21 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from checkpoints.values import Values
+from omni_jax.inputs.rgb import DAMAGED, first_line, to_rgb
 from omni_jax.requests import InvalidRequest, MediaModality
 
 DEFAULT_MAX_PIXELS = 1_003_520  # 1,280 tokens of 28 x 28 pixels
 MAX_SOURCE_PIXELS = 2**25  # pixels of an image or frame before it is resized: 100 MB decoded
+JPEG_FACTOR = 2  # a JPEG may have this many times the limit on source pixels: 48-megapixel photos of phones
+_KEPT_PIXELS = 4  # pixels of a JPEG decoded at half its size, at least, for each one after resizing
 MAX_ASPECT_RATIO = 200  # smart_resize's limit
 
 # Formats that Pillow may decode. EPS would start Ghostscript, and decoders of rare formats are rarely tested.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
-# Everything that Pillow's parsers raise for damaged bytes; they have no common base class.
-_DAMAGED = (
-    *(OSError, SyntaxError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError),
-    *(RuntimeError, MemoryError, struct.error, zlib.error),
-)
 _TOO_LARGE = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 _MAX_TEXT_CHUNKS = 8  # compressed texts in a PNG; Pillow decompresses up to 1 MB of each
-
-# The transposition that turns an image upright, by EXIF orientation.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_ORIENTATION = 0x0112
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +58,7 @@ class VisionSettings:
         mean, std: normalisation by channel, (pixel * rescale_factor - mean) / std; applied on the device.
         rescale_factor: see mean.
         resample: Pillow's resampling filter.
+        max_source_pixels: limit on the pixels of an image or frame before it is resized.
     """
 
     patch_size: int
@@ -88,6 +75,7 @@ class VisionSettings:
     std: tuple[float, ...]
     rescale_factor: float
     resample: int
+    max_source_pixels: int = MAX_SOURCE_PIXELS
 
     @property
     def factor(self) -> int:
@@ -95,7 +83,9 @@ class VisionSettings:
         return self.patch_size * self.merge_size
 
     @classmethod
-    def from_directory(cls, path: str | Path, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> "VisionSettings":
+    def from_directory(
+        cls, path: str | Path, *, max_pixels: int = DEFAULT_MAX_PIXELS, max_source_pixels: int = MAX_SOURCE_PIXELS
+    ) -> "VisionSettings":
         """Read a checkpoint's preprocessing settings from the same files as transformers.
 
         These are processor_config.json (transformers 5, nested), otherwise preprocessor_config.json; for video
@@ -104,6 +94,7 @@ class VisionSettings:
         Args:
             path: a model directory.
             max_pixels: the server's limit on the pixels of a resized image or frame; lowers the checkpoint's.
+            max_source_pixels: see the attribute.
 
         Raises:
             FileNotFoundError: none of these files exists.
@@ -143,6 +134,7 @@ class VisionSettings:
             std=tuple(processor.image_std),
             rescale_factor=processor.rescale_factor,
             resample=int(Image.Resampling(processor.resample)),
+            max_source_pixels=max_source_pixels,
         )
         if settings.max_pixels < max(settings.min_pixels, settings.factor**2):
             raise ValueError(
@@ -203,10 +195,18 @@ class MediaItem:
         )
 
 
-def open_image(data: bytes, *, max_source_pixels: int = MAX_SOURCE_PIXELS) -> Image.Image:
+def open_image(
+    data: bytes, *, max_source_pixels: int = MAX_SOURCE_PIXELS, resized_pixels: int | None = None
+) -> Image.Image:
     """Decode an image, or the first frame of an animated one.
 
-    The format is detected from the bytes. The size is read from the header and checked before pixels are decoded.
+    The format is detected from the bytes. The size is read from the header and checked before pixels are decoded. A
+    JPEG may have JPEG_FACTOR times the limit; one above the limit is decoded at half its width and height, in a quarter
+    of the memory, if that leaves at least _KEPT_PIXELS times as many pixels as it will be resized to. Reduced once more
+    to its final size, it differs little from one that was decoded whole.
+
+    Args:
+        resized_pixels: maximum number of pixels after resizing; None if not known: nothing is decoded at half its size.
 
     Raises:
         InvalidRequest: the bytes are not an image, or it is damaged, truncated or too large. The message refers to "the
@@ -222,15 +222,19 @@ def open_image(data: bytes, *, max_source_pixels: int = MAX_SOURCE_PIXELS) -> Im
     except PIL.UnidentifiedImageError:
         formats = ", ".join(FORMATS)
         raise _invalid(f"the {len(data):,} bytes are not an image in a supported format: {formats}") from None
-    except _DAMAGED as error:
-        raise _invalid(f"the image is damaged: {_first_line(error)}") from error
-    check_pixels(image.width, image.height, "the image", max_source_pixels)
+    except DAMAGED as error:
+        raise _invalid(f"the image is damaged: {first_line(error)}") from error
+    is_jpeg = isinstance(image, JpegImageFile)
+    check_pixels(image.width, image.height, "the image", max_source_pixels * (JPEG_FACTOR if is_jpeg else 1))
     try:
+        pixels = image.width * image.height
+        if is_jpeg and resized_pixels and pixels > max_source_pixels and pixels >= 4 * _KEPT_PIXELS * resized_pixels:
+            image.draft(None, (-(-image.width // 2), -(-image.height // 2)))
         image.load()
     except _TOO_LARGE as error:
         raise _invalid(f"the image has too many pixels, the limit is {max_source_pixels:,}: {error}") from None
-    except _DAMAGED as error:
-        raise _invalid(f"the image is damaged or truncated: {_first_line(error)}") from error
+    except DAMAGED as error:
+        raise _invalid(f"the image is damaged or truncated: {first_line(error)}") from error
     return image
 
 
@@ -240,15 +244,22 @@ def check_pixels(width: int, height: int, what: str, limit: int) -> None:
         raise _invalid(f"{what} has no pixels: it is {width} x {height}")
     if width * height > limit:
         raise _invalid(
-            f"{what} has {width} x {height} = {width * height:,} pixels, the limit is {limit:,}: scale it down"
+            f"{what} has {width} x {height} = {width * height:,} pixels, the limit is {limit:,}: scale it down, or "
+            "raise --max-source-pixels"
         )
 
 
-def as_image(source: bytes | Image.Image | np.ndarray) -> Image.Image:
+def as_image(
+    source: bytes | Image.Image | np.ndarray,
+    *,
+    max_source_pixels: int = MAX_SOURCE_PIXELS,
+    resized_pixels: int | None = None,
+) -> Image.Image:
     """Convert a file's bytes, a Pillow image or an array to a Pillow image.
 
     Args:
         source: arrays are uint8, [height, width] or [height, width, channels] with 1, 3 or 4 channels.
+        max_source_pixels, resized_pixels: for a file's bytes, see open_image.
 
     Raises:
         InvalidRequest: the bytes cannot be decoded (see open_image), or the array has another dtype or shape.
@@ -256,7 +267,7 @@ def as_image(source: bytes | Image.Image | np.ndarray) -> Image.Image:
     if isinstance(source, Image.Image):
         return source
     if isinstance(source, bytes | bytearray | memoryview):
-        return open_image(bytes(source))
+        return open_image(bytes(source), max_source_pixels=max_source_pixels, resized_pixels=resized_pixels)
     if not isinstance(source, np.ndarray):
         raise _invalid(f"an image must be a Pillow image, an array or bytes, got {type(source).__name__}")
     if source.dtype != np.uint8 or source.ndim not in (2, 3) or (source.ndim == 3 and source.shape[2] not in (1, 3, 4)):
@@ -265,56 +276,6 @@ def as_image(source: bytes | Image.Image | np.ndarray) -> Image.Image:
             f"got {source.dtype} {list(source.shape)}"
         )
     return Image.fromarray(np.ascontiguousarray(source[..., 0] if source.shape[2:] == (1,) else source))
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to 8-bit RGB: upright by its EXIF orientation, on white where it is transparent.
-
-    16-bit grey is reduced to its upper 8 bits. The given image is not modified. Applying it twice changes nothing.
-
-    Raises:
-        InvalidRequest: the mode cannot be converted to RGB (floating point).
-    """
-    if not image.width or not image.height:
-        raise _invalid(f"the image has no pixels: it is {image.width} x {image.height}")
-    turn = _UPRIGHT.get(_orientation(image))
-    if turn is None and image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    try:
-        result = _on_white(image)
-    except _DAMAGED as error:
-        raise _invalid(f"an image of mode {image.mode} cannot be converted to RGB: {_first_line(error)}") from error
-    if turn is not None:
-        result = result.transpose(turn)
-    result.info = {}  # drops the orientation, which is applied now
-    return result
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(_ORIENTATION, 1)
-    except _DAMAGED:
-        return 1  # viewers ignore unreadable EXIF data too
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    if image.mode == "F":
-        raise ValueError("floating point pixels have no defined range from black to white; use 8 or 16 bits per colour")
-    if image.mode.startswith("I"):  # 16-bit grey; mode "I" has 32 bits, of which Pillow's 16-bit readers fill the lower
-        deep = np.asarray(image).clip(0, 65535)
-        grey = (deep >> 8).astype(np.uint8)
-        if isinstance(key := image.info.get("transparency"), int):
-            grey[deep == key] = 255
-        return Image.fromarray(grey).convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    if image.mode == "RGB" and max(key := image.info["transparency"]) > 255:  # 16-bit key; Pillow made the pixels 8-bit
-        image = image.copy()
-        image.info["transparency"] = tuple(level >> 8 for level in key)
-    if image.mode == "La":
-        image = image.convert("LA")
-    rgba = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
 def resized_size(
@@ -466,10 +427,6 @@ def _processor(values: Values, path: Path, *, video: bool = False) -> Any:
         if not getattr(processor, name):
             raise ValueError(f"the preprocessing settings in {path} have {name}=false, which is not supported")
     return processor
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _invalid(message: str) -> InvalidRequest:

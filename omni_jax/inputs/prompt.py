@@ -84,7 +84,9 @@ def pack_part(part: MediaPart, settings: VisionSettings, source: Any = None) -> 
         if part.low_detail:
             options.setdefault("max_pixels", min(LOW_DETAIL_PIXELS, settings.max_pixels))
         if part.modality == "image":
-            return pack_image(as_image(source), settings, **options)
+            most = options.get("max_pixels", settings.max_pixels)
+            image = as_image(source, max_source_pixels=settings.max_source_pixels, resized_pixels=most)
+            return pack_image(image, settings, **options)
         bounds = {name: options[name] for name in ("min_pixels", "max_pixels") if name in options}
         if isinstance(source, bytes | bytearray | memoryview):
             return pack_video(decode_video(bytes(source), settings, **options), settings, **bounds)

@@ -20,7 +20,6 @@ from av.error import FFmpegError
 from PIL import Image
 
 from omni_jax.inputs.image import (
-    MAX_SOURCE_PIXELS,
     MediaItem,
     VisionSettings,
     as_image,
@@ -28,8 +27,8 @@ from omni_jax.inputs.image import (
     patchify,
     pixel_bounds,
     resized_size,
-    to_rgb,
 )
+from omni_jax.inputs.rgb import to_rgb
 from omni_jax.requests import InvalidRequest
 
 MAX_SOURCE_FRAMES = 2**18  # frames in a video file: two and a half hours at 30 fps
@@ -100,7 +99,6 @@ def decode_video(
     num_frames: int | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
-    max_source_pixels: int = MAX_SOURCE_PIXELS,
 ) -> Frames:
     """Decode the sampled frames of a video, and only the packets they need.
 
@@ -113,7 +111,6 @@ def decode_video(
         fps: frames to sample per second. Default: settings.fps, if num_frames is not given. See sample_indices.
         num_frames: frames to sample from the whole video, instead of fps.
         min_pixels, max_pixels: bounds on a resized frame, as in pack_video.
-        max_source_pixels: limit on the pixels of a frame before it is resized.
 
     Raises:
         InvalidRequest: the bytes are not a video, or it is damaged, truncated or beyond a limit, or fps and num_frames
@@ -121,6 +118,7 @@ def decode_video(
     """
     _check_sampling(settings, fps, num_frames)
     low, high = _frame_bounds(min_pixels, max_pixels, settings)
+    max_source_pixels = settings.max_source_pixels
     video = _scan(data, max_source_pixels)
     total, by_time = int(video.shown.sum()), video.pts is not None
     while True:
@@ -180,7 +178,8 @@ def video_from_frames(
     source = size = (0, 0)
     for i, image in enumerate(images):
         try:
-            frame = to_rgb(as_image(image))
+            opened = as_image(image, max_source_pixels=settings.max_source_pixels, resized_pixels=high)
+            frame = to_rgb(opened)
         except InvalidRequest as error:
             raise _invalid(f"frame {i}: {error}") from error
         if not resized:

@@ -36,6 +36,9 @@ _MAX_URL_LENGTH = 8192  # characters
 _MAX_DATA_HEADER = 1024  # characters before the comma of a data: URI
 _MAX_ESCAPES = 1_000_000  # %XX in a data: URI; each takes a step in Python
 _CHUNK = 2**18  # characters decoded at once, so that other threads can run in between
+_REMOVED_FROM_URLS = str.maketrans("", "", "\t\n\r")
+_BASE64 = re.compile(r"; *base64 *$", re.IGNORECASE | re.ASCII)  # at the end of a media type
+_WHITE = " \t\r\n\f"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -234,15 +237,22 @@ def _scheme(source: str) -> str | None:
 
 
 def _decode_data(source: str) -> bytes:
+    """The bytes in a data: URI, as the "data: URL processor" of the WHATWG's fetch standard reads it.
+
+    Beyond that standard, base64 may have the URL-safe alphabet.
+    """
     comma = source.find(",", 0, _MAX_DATA_HEADER)
     if comma < 0:
         raise InvalidRequest("the data: URI has no comma between its media type and its data")
     # The media type is ignored: the type is detected from the bytes.
-    header, payload = source[len("data:") : comma], source[comma + 1 :]
+    header = source[len("data:") : comma].translate(_REMOVED_FROM_URLS)
+    payload = source[comma + 1 :].partition("#")[0]
+    if "#" in header:
+        raise InvalidRequest("the data: URI has a fragment (#) before its data")
     if payload.count("%") > _MAX_ESCAPES:
         raise InvalidRequest(f"the data: URI has more than {_MAX_ESCAPES} percent escapes; send it as base64")
-    if not header.rstrip().lower().endswith(";base64"):
-        data = unquote_to_bytes(payload)
+    if not _BASE64.search(header):
+        data = unquote_to_bytes(payload.translate(_REMOVED_FROM_URLS))
     else:
         data = _decode_base64(unquote(payload) if "%" in payload else payload)
     if not data:
@@ -251,18 +261,26 @@ def _decode_data(source: str) -> bytes:
 
 
 def _decode_base64(text: str) -> bytes:
-    """Decodes base64 with or without white space and padding, in the standard or the URL-safe alphabet."""
-    text = text.rstrip("= \t\r\n\f\v")
+    """Decodes base64 with or without white space, in the standard or the URL-safe alphabet.
+
+    Padding may be left out, but not in part.
+    """
+    text = text.rstrip(_WHITE)
+    bare = text.rstrip("=" + _WHITE)
+    padding = text.count("=", len(bare))
     data, rest = bytearray(), b""
     try:
-        for start in range(0, len(text), _CHUNK):
-            rest += text[start : start + _CHUNK].encode("ascii").translate(_URL_SAFE, b" \t\r\n\f\v")
+        for start in range(0, len(bare), _CHUNK):
+            rest += bare[start : start + _CHUNK].encode("ascii").translate(_URL_SAFE, _WHITE.encode())
             if b"=" in rest:  # padding before the end
                 raise ValueError
             whole = len(rest) // 4 * 4
             data += binascii.a2b_base64(rest[:whole], strict_mode=True)
             rest = rest[whole:]
-        data += binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)
+        missing = -len(rest) % 4
+        if padding not in (0, missing):
+            raise ValueError
+        data += binascii.a2b_base64(rest + b"=" * missing, strict_mode=True)
     except ValueError:  # includes binascii.Error and UnicodeEncodeError
         raise InvalidRequest("the data: URI is not valid base64") from None
     return bytes(data)

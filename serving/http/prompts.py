@@ -27,7 +27,7 @@ from serving.http.state import Server
 
 MAX_FETCHES = 8  # concurrent fetches of one request, and files of it in memory
 
-_FRAME_LIST = re.compile(r"data:video/jpeg(;[^,]*)?;base64,", re.IGNORECASE)
+_FRAME_LIST = re.compile(r"data: *video/jpeg *(;[^,]*)?; *base64 *,", re.IGNORECASE)
 
 T = TypeVar("T")
 

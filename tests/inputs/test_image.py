@@ -5,6 +5,7 @@ import json
 import re
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from omni_jax.inputs.chat import MediaPart
 from omni_jax.inputs.image import (
     MediaItem,
     Qwen2VLImageProcessorPil,
@@ -22,8 +24,9 @@ from omni_jax.inputs.image import (
     pack_image,
     resized_size,
     smart_resize,
-    to_rgb,
 )
+from omni_jax.inputs.prompt import pack_part
+from omni_jax.inputs.rgb import to_rgb
 from omni_jax.requests import InvalidRequest
 from tests.inputs import media
 from tests.inputs.media import encoded, make_image, memory_growth
@@ -37,7 +40,7 @@ def processor(**size) -> Qwen2VLImageProcessorPil:
 
 def assert_packed_like(item: MediaItem, output, settings=SETTINGS) -> None:
     """Compare the item's patches, normalised as on the device, with transformers' float patches."""
-    mean, std = (np.float32(values).reshape(3, 1, 1, 1) for values in (settings.mean, settings.std))
+    mean, std = (np.array(values, np.float32).reshape(3, 1, 1, 1) for values in (settings.mean, settings.std))
     patches = (item.patches.astype(np.float32) * np.float32(settings.rescale_factor) - mean) / std
     frames = np.broadcast_to(patches, (len(patches), 3, settings.temporal_patch_size, *patches.shape[3:]))
     np.testing.assert_allclose(frames.reshape(len(patches), -1), output["pixel_values"], atol=1e-6, rtol=0)
@@ -233,7 +236,7 @@ def test_mm_02_sixteen_bit_images_become_eight_bit():
     keyed = png(40, 40, 16, 2, sixteen_bit(colours), (b"tRNS", struct.pack(">HHH", *(key.astype(int) * 257))))
     np.testing.assert_array_equal(to_rgb(open_image(keyed)), flat)
     deep = Image.fromarray(grey.astype(np.uint16) * 257)
-    for image in (deep, open_image(encoded(deep, "TIFF")), deep.convert("I")):
+    for image in (deep, open_image(encoded(deep, "TIFF")), Image.fromarray(np.asarray(deep).astype(">u2"))):
         np.testing.assert_array_equal(np.asarray(to_rgb(image))[..., 2], grey)
 
 
@@ -280,6 +283,7 @@ def test_as_image_takes_arrays_pillow_images_and_bytes():
         np.testing.assert_array_equal(np.asarray(as_image(source)), array)
     np.testing.assert_array_equal(np.asarray(as_image(array[..., :1])), array[..., 0])
     assert as_image(np.zeros((4, 4, 4), np.uint8)).mode == "RGBA"
+    bad: Any
     for bad in (array.astype(np.float32), array[None], array[..., :2], "photo.png", None):
         with pytest.raises(InvalidRequest, match=r"an image (array )?must be"):
             as_image(bad)
@@ -411,6 +415,58 @@ def test_the_caller_sets_the_limit_on_source_pixels():
     assert open_image(data, max_source_pixels=1200).size == (40, 30)
     with pytest.raises(InvalidRequest, match="40 x 30 = 1,200 pixels, the limit is 1,199"):
         open_image(data, max_source_pixels=1199)
+
+
+@pytest.fixture(scope="module")
+def phone_photo() -> bytes:
+    """48 megapixels in less than 1 MB."""
+    image = make_image(252, 189).resize((8064, 6048), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(image, "JPEG", quality=30, exif=exif)
+    assert len(data) < 1_000_000
+    return data
+
+
+def test_mm_13_a_photo_of_48_megapixels_is_decoded_at_half_its_size(phone_photo):
+    image = open_image(phone_photo, resized_pixels=SETTINGS.max_pixels)
+    assert image.size == (4032, 3024)
+    item = pack_image(image, SETTINGS)
+    exact = pack_image(open_image(phone_photo), SETTINGS)
+    assert item.grid == exact.grid == (1, 82, 60)  # upright
+    difference = np.abs(item.patches.astype(int) - exact.patches.astype(int))
+    assert difference.max() <= 8
+    assert difference.mean() < 0.5
+    part = MediaPart(modality="image", source=phone_photo, where="messages[0].content[0]", options={})
+    assert pack_part(part, SETTINGS).key == item.key
+    # A resized image that is not much smaller than half the photo is made from the whole photo.
+    assert open_image(phone_photo, resized_pixels=12_845_056).size == (8064, 6048)
+
+
+def test_usual_photos_are_decoded_whole_as_transformers_does(phone_photo):
+    usual = encoded(make_image(64, 48).resize((2016, 1512)), "JPEG")
+    assert open_image(usual, resized_pixels=3136).size == (2016, 1512)
+    assert open_image(phone_photo, max_source_pixels=2**26, resized_pixels=3136).size == (8064, 6048)
+
+
+def test_mm_13_other_formats_of_48_megapixels_need_the_flag():
+    data = encoded(Image.new("1", (8064, 6048)))
+    with pytest.raises(InvalidRequest, match=r"48,771,072 pixels, the limit .* raise --max-source"):
+        open_image(data, resized_pixels=3136)
+    assert open_image(data, max_source_pixels=48_771_072).size == (8064, 6048)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_mm_13_a_bomb_is_refused_by_its_header(format, monkeypatch):
+    if format == "PNG":
+        data = png(30_000, 30_000, 8, 2, b"")
+    else:
+        small = encoded(Image.new("RGB", (16, 16)), "JPEG")
+        start = small.index(b"\xff\xc0") + 5
+        data = small[:start] + struct.pack(">HH", 30_000, 30_000) + small[start + 4 :]
+    monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(InvalidRequest, match="pixels, the limit is"):
+        open_image(data, resized_pixels=3136)
 
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])

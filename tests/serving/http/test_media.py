@@ -448,6 +448,56 @@ def test_mm_03_variants_of_base64(size):
     assert read(f"data:image/png,{escaped}", MediaAccessSettings()) == data
 
 
+def test_mm_12_data_uris_are_read_as_the_whatwg_does():
+    data = bytes(range(256)) + b"#"
+    plain = base64.b64encode(data).decode()
+    escaped = "".join(f"%{ord(c):02x}" if i % 3 else c for i, c in enumerate(plain))
+    spaced = " \t".join(plain[i : i + 5] for i in range(0, len(plain), 5))
+    for uri in (
+        f"data:image/png; base64,{plain}",
+        f"data:image/png;base64 ,{plain}",
+        f"data:image/png;   base64  ,{plain}",
+        f"data: image/png ;base64,{plain}",
+        f"data:image/png;ba\nse64\t,{plain}",
+        f"DATA:IMAGE/PNG;BASE64,{plain}",
+        f"data:image/png;charset=utf-8; Base64,{plain}",
+        f"data:;base64,{plain}#x",
+        f"data:image/png;base64,{plain}#",
+        f"data:image/png;base64,{plain} #frag=,%",
+        f"data:image/png;base64,{escaped}",
+        f"data:image/png;base64,{spaced}",
+        f"data:image/png;base64,\n{wrapped(plain)}\r\n",
+        f"data:image/png;base64,{plain.replace('=', '%3D')}",
+        f"data:image/png;base64,{wrapped(plain).replace(chr(10), '%0D%0a')}%20",
+        f" data:image/png;base64,{plain}\n",
+        f"data:image/png,{urllib.parse.quote_from_bytes(data)}#fragment",
+        f"data:image/png,{wrapped(urllib.parse.quote_from_bytes(data))}",
+    ):
+        assert asyncio.run(get(uri)) == data, uri[:60]
+    assert read("data:,a#b", MediaAccessSettings()) == b"a"
+    assert read("data:;base64;x=y,QUJD", MediaAccessSettings()) == b"QUJD"  # "base64" is not the last: not base64
+    assert read("data:text/base64,QUJD", MediaAccessSettings()) == b"QUJD"
+    assert read("data:;base64,QR", MediaAccessSettings()) == b"A"  # bits behind the last byte are ignored
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *("data:image/png;base64,QQ=", "data:image/png;base64,QQ===", "data:image/png;base64,QUI==", "data:;base64,Q"),
+        *(
+            "data:;base64,QUJD=",
+            "data:;base64,QUJDRA=\v=",
+            "data:;base64,Q%zzQ=",
+            "data:;base64,QUJD%00",
+            "data:;base64",
+        ),
+        *("data:image/png#x;base64,QUJD", "data:image/png;base64#,QUJD", "data:;base64,#QUJD", "data:;base64,QQ==QQ=="),
+    ],
+)
+async def test_mm_12_data_uris_that_the_whatwg_refuses(uri):
+    await assert_rejected(uri, match="data: URI")
+
+
 SECRET = "c2VjcmV0IHBheWxvYWQ"
 
 
