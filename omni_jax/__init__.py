@@ -5,16 +5,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omni_jax.engine.llm import LLM, Score
-    from omni_jax.requests import InvalidRequest, RequestOutput, SamplingParams
+    from omni_jax.requests import (
+        EngineError,
+        Interrupted,
+        InvalidRequest,
+        RequestOutput,
+        RequestsFailed,
+        SamplingParams,
+    )
 
 _HOMES = {
     "LLM": "omni_jax.engine.llm",
     "Score": "omni_jax.engine.llm",
+    "EngineError": "omni_jax.requests",
+    "Interrupted": "omni_jax.requests",
     "InvalidRequest": "omni_jax.requests",
     "RequestOutput": "omni_jax.requests",
+    "RequestsFailed": "omni_jax.requests",
     "SamplingParams": "omni_jax.requests",
 }
-__all__ = ["LLM", "InvalidRequest", "RequestOutput", "SamplingParams", "Score"]
+__all__ = [
+    "LLM",
+    "EngineError",
+    "Interrupted",
+    "InvalidRequest",
+    "RequestOutput",
+    "RequestsFailed",
+    "SamplingParams",
+    "Score",
+]
 
 
 def __getattr__(name: str) -> Any:

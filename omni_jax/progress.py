@@ -1,7 +1,9 @@
 """Progress of long tasks: bars on a terminal, a few lines elsewhere."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -91,6 +93,37 @@ def stage_bars(console: Console | None = None) -> Iterator[StageReport | None]:
     finally:
         for progress, _ in bars.values():
             progress.stop()
+
+
+@contextlib.contextmanager
+def request_bar(wanted: bool | Callable[..., Any], total: int) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that reports how many of `total` requests have ended, and how many tokens were generated.
+
+    Args:
+        wanted: True: a bar on a terminal; False: nothing; or what makes a bar with tqdm's arguments and methods.
+    """
+    started = time.monotonic()
+    if callable(wanted):
+        bar, seen = wanted(total=total, desc="Processed prompts"), 0
+
+        def update(done: int, tokens: int) -> None:
+            nonlocal seen
+            bar.update(done - seen)
+            seen = done
+
+        try:
+            yield update
+        finally:
+            bar.close()
+        return
+    with stage_bars() if wanted else contextlib.nullcontext() as report:
+
+        def show(done: int, tokens: int) -> None:
+            if report is not None:
+                speed = tokens / max(time.monotonic() - started, 1e-9)
+                report("generating", done, total, f"requests, {tokens} tokens, {speed:.0f}/s")
+
+        yield show
 
 
 def _count(stage: str, done: int, total: int) -> str:

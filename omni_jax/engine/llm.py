@@ -1,27 +1,44 @@
 """LLM, the Python interface for scripts and offline batches."""
 
 import collections
+import contextlib
 import dataclasses
+import difflib
 import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
+from omni_jax.engine.interrupts import interrupts_deferred
 from omni_jax.engine.replicas import ReplicatedEngine
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
-from omni_jax.inputs.prompt import chat_prompt, modalities_of, pack_part
-from omni_jax.inputs.prompt_list import read_prompt, read_prompts
-from omni_jax.progress import StageReport
-from omni_jax.requests import Completion, Delta, InvalidRequest, Request, RequestOutput, SamplingParams
+from omni_jax.inputs.prompt import chat_prompt, expand, modalities_of, pack_part
+from omni_jax.inputs.prompt_list import list_prompts, read_prompt
+from omni_jax.progress import StageReport, request_bar, stage_bars
+from omni_jax.requests import (
+    Completion,
+    Delta,
+    EngineError,
+    Interrupted,
+    InvalidRequest,
+    Request,
+    RequestOutput,
+    RequestsFailed,
+    SamplingParams,
+    TokenLogprob,
+)
 
-Prompt = str | Sequence[int] | np.ndarray  # and what else read_prompt takes
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]  # and what else read_prompt takes
 Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+OnError = Literal["raise", "return"]
 
 MAX_QUEUED_BATCHES = 2  # maximum continuations in the engine, in multiples of its batch; a list may have millions
 
@@ -32,45 +49,63 @@ class Score:
 
     Attributes:
         token_ids: tokens of the text.
-        logprobs: natural logarithm of each token's probability given the tokens before it; None for the first.
+        logprobs: natural logarithm of each token's probability given the tokens before it; None for the first. Empty if
+            there is an error.
+        error: why the text was refused or not scored; None for any other.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float | None, ...]
+    error: str | None = None
 
     @property
     def num_scored(self) -> int:
         """Number of tokens with a logprob: all except the first."""
-        return len(self.logprobs) - 1
+        return max(0, len(self.logprobs) - 1)
 
     @property
     def total(self) -> float:
-        """Log-probability of the text after its first token; 0 for one token."""
+        """Log-probability of the text after its first token; 0 for one token, NaN if there is an error."""
+        if self.error is not None:
+            return math.nan
         return sum(logprob for logprob in self.logprobs if logprob is not None)
 
     @property
     def mean_nll(self) -> float:
-        """Mean negative log-likelihood per scored token; NaN for one token."""
-        return -self.total / self.num_scored if self.num_scored else float("nan")
+        """Mean negative log-likelihood per scored token; NaN for one token, or if there is an error."""
+        return -self.total / self.num_scored if self.num_scored else math.nan
 
 
 class LLM:
     """A model to call from Python.
 
         llm = LLM("models/SmolLM2-135M-Instruct")
-        print(llm.chat([[{"role": "user", "content": "Why is the sky blue?"}]])[0].outputs[0].text)
+        print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].outputs[0].text)
 
-    Outputs are in the order of the inputs.
+    Outputs are in the order of the inputs. What `generate`, `chat` and `score` have in common:
+
+    - With on_error="raise", an invalid input raises InvalidRequest with its index, before anything runs. If the engine
+      fails in some requests, the others end, and RequestsFailed has all outputs. With "return", such inputs have
+      outputs with `error` set.
+    - Ctrl-C raises Interrupted, a KeyboardInterrupt, which has the outputs so far.
+    - use_tqdm shows a progress bar on a terminal; a class like tqdm is called instead.
 
     Args:
-        model_dir: a Hugging Face directory.
-        progress: called with (stage, done, total, current item) while loading and compiling.
+        model: a Hugging Face directory.
+        progress: called with (stage, done, total, current item) while loading and compiling. Default: a bar on a
+            terminal.
         options: fields of EngineConfig, such as max_model_len=4096 or dtype="bfloat16".
+
+    Raises:
+        ValueError: an option has a wrong value, or does not fit the model, the device or the memory.
+        TypeError: there is no such option.
+        CheckpointError: the model cannot be used.
     """
 
-    def __init__(self, model_dir: Path | str, *, progress: StageReport | None = None, **options: Any):
-        config = EngineConfig(model_dir=model_dir, **options)
-        self.engine = (Engine if config.data_parallel_size == 1 else ReplicatedEngine)(config, progress)
+    def __init__(self, model: Path | str | None = None, *, progress: StageReport | None = None, **options: Any):
+        config = _config(model, options)
+        with stage_bars() if progress is None else contextlib.nullcontext(progress) as report:
+            self.engine = (Engine if config.data_parallel_size == 1 else ReplicatedEngine)(config, report)
         self._num_replicas = config.data_parallel_size
         self.info, self.tokenizer = self.engine.info, self.engine.tokenizer
         self._names = itertools.count()
@@ -90,86 +125,175 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Continue texts or token ids.
 
         Args:
-            prompts: one prompt or several. Token ids may be a list, a tuple or an array (numpy, JAX); the rows of a
-                two-dimensional array are several prompts.
-            params: sampling parameters for all prompts, or one per prompt. Default: the model's
+            prompts: one prompt or several: a text, token ids as a list, a tuple or an array (numpy, JAX), or vLLM's
+                {"prompt": text} or {"prompt_token_ids": ids}, with "multi_modal_data": {"image": ..., "video": ...}
+                beside it. The rows of a two-dimensional array are several prompts.
+            sampling_params: for all prompts, or one for each. Default: the model's
                 (default_params), with 16 tokens if it has no max_new_tokens.
+            use_tqdm: see the class.
+            on_error: see the class.
 
         Raises:
-            InvalidRequest: a prompt or its parameters are invalid. Nothing is generated then.
+            InvalidRequest, RequestsFailed, Interrupted: see the class.
         """
-        arrival = time.monotonic()
-        return list(self._outputs([self._raw(prompt) for prompt in read_prompts(prompts)], params, arrival))
+        items = list_prompts(prompts)
+        return self._complete("prompts", items, self._read, sampling_params, use_tqdm, on_error)
 
     def chat(
         self,
-        conversations: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        on_error: OnError = "raise",
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations through the model's chat template. `template` is passed to Tokenizer.render_chat.
+        """Answer conversations through the model's chat template.
 
         Parts of a message may be images, {"type": "image", "image": ...} with a Pillow image, an array, a file's
         bytes or its path, and video, {"type": "video", "video": ...} with a file's bytes, its path or a list of frames.
+
+        Args:
+            messages: one conversation, which is a list of OpenAI messages, or several.
+            sampling_params: as in generate.
+            use_tqdm: see the class.
+            on_error: see the class.
+            template: arguments of Tokenizer.render_chat: add_generation_prompt, continue_final_message, tools and
+                chat_template_kwargs.
+
+        Raises:
+            InvalidRequest, RequestsFailed, Interrupted: see the class.
+        """
+        if "chat_template_kwargs" in template:
+            template["template_kwargs"] = template.pop("chat_template_kwargs")
+        items = _conversations(messages)
+        return self._complete(
+            "conversations", items, lambda each: self._rendered(each, template), sampling_params, use_tqdm, on_error
+        )
+
+    def score(
+        self,
+        texts: Prompt | Iterable[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        on_error: OnError = "raise",
+    ) -> list[Score]:
+        """Compute log-probabilities of texts. Generates nothing; whole logits never leave the device.
+
+        Args:
+            texts: one text or several, as the prompts of generate.
+            use_tqdm: see the class.
+            on_error: see the class.
+
+        Raises:
+            InvalidRequest, RequestsFailed, Interrupted: see the class. The last two have scores as outputs.
+        """
+        params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
+        try:
+            outputs = self._complete("texts", list_prompts(texts, "texts"), self._read, params, use_tqdm, on_error)
+        except (RequestsFailed, Interrupted) as stopped:
+            stopped.outputs = list(map(_score, stopped.outputs))
+            raise
+        return list(map(_score, outputs))
+
+    def stream(
+        self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
+    ) -> Generator[str, None, RequestOutput]:
+        """Yield the text of one answer piece by piece. A list of messages is rendered by the chat template.
+
+        Returns:
+            a generator, whose return value (`output = yield from llm.stream(...)`) is the whole output.
+
+        Raises:
+            InvalidRequest: the prompt or the parameters are invalid; at the call.
+            RequestsFailed: the engine failed; while it is read.
         """
         arrival = time.monotonic()
-        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        prompts = [self._rendered(m, template) for m in cast(Sequence[Messages], many)]
-        return list(self._outputs(prompts, params, arrival))
-
-    def score(self, texts: Prompt | Iterable[Prompt]) -> list[Score]:
-        """Compute log-probabilities of texts. Generates nothing; whole logits never leave the device."""
-        arrival = time.monotonic()
-        params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
-        outputs = self._outputs([self._raw(text) for text in read_prompts(texts)], params, arrival)
-        scores = []
-        for output in outputs:
-            entries = output.prompt_logprobs or ()
-            logprobs = tuple(None if entry is None else entry.logprob for entry in entries)
-            scores.append(Score(token_ids=output.prompt_ids, logprobs=logprobs))
-        return scores
-
-    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text of one answer piece by piece. A list of messages is rendered by the chat template."""
-        arrival = time.monotonic()
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            rendered = self._rendered(cast(Messages, prompt), {})
-        else:
-            rendered = self._raw(read_prompt(prompt))
-        request = self._request(rendered, params or self.default_params(), arrival)
-        self._add(request)
-        unfinished = request.params.n
-        try:
-            while unfinished:
-                if not self._deltas[request.id]:
-                    self._step()
-                while self._deltas[request.id]:
-                    delta = self._deltas[request.id].popleft()
-                    unfinished -= delta.finish_reason is not None
-                    if delta.text:
-                        yield delta.text
-        finally:
-            self._drop(request)
+        is_chat = isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)
+        rendered = self._rendered(cast(Messages, prompt), {}) if is_chat else self._read(prompt)
+        [params] = self._each(sampling_params, 1)
+        request = self._request(rendered.prompt, params, arrival)
+        self.engine.check(request)
+        return self._pieces(request, rendered.text)
 
     def default_params(self) -> SamplingParams:
         """The sampling defaults of the model's generation_config.json; its max_new_tokens is max_tokens."""
         return SamplingParams(**self.info.default_sampling)
 
-    def _raw(self, prompt: str | tuple[int, ...]) -> RenderedPrompt:
-        return RenderedPrompt(ids=tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt)
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's name of default_params."""
+        return self.default_params()
 
-    def _rendered(self, messages: Messages, template: Mapping[str, Any]) -> RenderedPrompt:
+    # -- reading inputs -------------------------------------------------------------------------------------------
+
+    def _read(self, item: Any) -> "_Rendered":
+        media, options = None, None
+        if isinstance(item, Mapping):
+            item = dict(item)
+            media, options = item.pop("multi_modal_data", None), item.pop("mm_processor_kwargs", None)
+        given = read_prompt(item)
+        ids = tuple(self.tokenizer.encode(given)) if isinstance(given, str) else given
+        prompt = RenderedPrompt(ids=ids) if media is None else self._with_media(ids, media, options)
+        return _Rendered(prompt=prompt, text=given if isinstance(given, str) else None)
+
+    def _with_media(self, ids: tuple[int, ...], data: Any, options: Any) -> RenderedPrompt:
+        """The prompt with the images and videos of vLLM's multi_modal_data in the place of its placeholders."""
         vision = self.engine.vision
         if vision is None:
-            return RenderedPrompt(ids=tuple(self.tokenizer.render_chat(messages, **template)))
-        parts = media_parts(messages, modalities=modalities_of(self.tokenizer, vision.config))
+            raise InvalidRequest("this model reads text only, but the prompt has multi_modal_data", param="prompt")
+        if not isinstance(data, Mapping) or not set(data) <= {"image", "video"}:
+            raise InvalidRequest(
+                'multi_modal_data must be {"image": ..., "video": ...}, with one or both of these keys, got '
+                f"{sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__}",
+                param="prompt",
+            )
+        if not isinstance(options, Mapping | None):
+            raise InvalidRequest(f"mm_processor_kwargs must be an object, got {type(options).__name__}", param="prompt")
+        images = data.get("image")
+        images = images if isinstance(images, list | tuple) else [] if images is None else [images]
+        parts = [
+            MediaPart(modality="image", source=image, where=f"image {i}", options=options or {})
+            for i, image in enumerate(images)
+        ]
+        if (video := data.get("video")) is not None:
+            parts.append(MediaPart(modality="video", source=video, where="the video", options=options or {}))
         items = [pack_part(part, vision.settings, _source(part)) for part in parts]
-        return chat_prompt(self.tokenizer, vision.config, messages, items, **template)
+        return expand(ids, items, vision.config, param="prompt")
+
+    def _rendered(self, messages: Messages, template: Mapping[str, Any]) -> "_Rendered":
+        vision = self.engine.vision
+        if vision is None:
+            prompt = RenderedPrompt(ids=tuple(self.tokenizer.render_chat(messages, **template)))
+        else:
+            parts = media_parts(messages, modalities=modalities_of(self.tokenizer, vision.config))
+            items = [pack_part(part, vision.settings, _source(part)) for part in parts]
+            prompt = chat_prompt(self.tokenizer, vision.config, messages, items, **template)
+        ids = list(prompt.ids)
+        for span in reversed(prompt.media):
+            del ids[span.start + 1 : span.stop]  # one placeholder for each, as in the template
+        return _Rendered(prompt=prompt, text=self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _each(self, given: Any, count: int) -> list[SamplingParams]:
+        """Sampling parameters for each of `count` prompts."""
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.default_params()] * count
+        each = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else None
+        if each is None or not all(isinstance(params, SamplingParams) for params in each):
+            kind = type(given).__name__ if each is None else f"a list with {_first_other(each)}"
+            raise InvalidRequest(
+                f"sampling_params must be a SamplingParams, or a list with one for each prompt, got {kind}"
+            )
+        if len(each) != count:
+            raise InvalidRequest(f"sampling_params has {len(each)} entries for {count} prompts")
+        return each
 
     def _request(self, prompt: RenderedPrompt, params: SamplingParams, arrival: float) -> Request:
         return Request(
@@ -182,35 +306,120 @@ class LLM:
             positions=prompt.positions,
         )
 
-    def _outputs(self, prompts, params, arrival: float) -> Iterator[RequestOutput]:
-        each = params if isinstance(params, Sequence) else [params or self.default_params()] * len(prompts)
-        requests = [self._request(prompt, p, arrival) for prompt, p in zip(prompts, each, strict=True)]
-        for request in requests:
-            self.engine.check(request)
-        waiting, own = collections.deque(requests), {request.id for request in requests}
-        unfinished = 0  # continuations in the engine
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def _complete(
+        self,
+        name: str,
+        items: Sequence[Any],
+        read: Callable[[Any], "_Rendered"],
+        sampling_params: Params,
+        use_tqdm: bool | Callable[..., Any],
+        on_error: OnError,
+    ) -> list[RequestOutput]:
+        """Read and run all items; see the class. `name` is that of the items, for messages."""
+        arrival = time.monotonic()
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        texts: list[str | None] = [None] * len(items)
+        requests: dict[int, Request] = {}
+        refused: dict[int, str] = {}
+        for i, (item, params) in enumerate(zip(items, self._each(sampling_params, len(items)), strict=True)):
+            try:
+                rendered = read(item)
+                texts[i] = rendered.text
+                request = self._request(rendered.prompt, params, arrival)
+                self.engine.check(request)
+                requests[i] = request
+            except InvalidRequest as error:
+                refused[i] = f"{name}[{i}]: {error}" if len(items) > 1 else str(error)
+                if on_error == "raise":
+                    raise InvalidRequest(refused[i], param=error.param) from error
+
+        def outputs(unfinished: str | None = None) -> list[RequestOutput]:
+            return [
+                self._output(requests[i], texts[i], self._deltas.get(requests[i].id, ()), unfinished)
+                if i in requests
+                else _refused(next(self._names), texts[i], refused[i])
+                for i in range(len(items))
+            ]
+
         try:
-            while waiting or unfinished:
-                while waiting and unfinished < MAX_QUEUED_BATCHES * self._num_replicas * self.info.max_num_seqs:
-                    unfinished += waiting[0].params.n
-                    self._add(waiting.popleft())
-                unfinished -= sum(d.finish_reason is not None for d in self._step() if d.request_id in own)
-            for request in requests:
-                yield _output(request, list(self._deltas[request.id]))
+            with request_bar(use_tqdm, len(requests)) as report:
+                self._run(list(requests.values()), report)
+            found = outputs()
+        except KeyboardInterrupt:
+            found = outputs()
+            done = sum(output.finished for output in found)
+            raise Interrupted(f"{done} of {len(items)} {name} were done", found) from None
+        except EngineError as error:
+            found = outputs(str(error))
+            failed = sum(output.error is not None for output in found)
+            raise RequestsFailed(f"{failed} of {len(items)} {name} failed: {error}", found) from error
         finally:
-            for request in requests:
+            for request in requests.values():
                 self._drop(request)
+        failed = [i for i in requests if found[i].error is not None]
+        if failed and on_error == "raise":
+            first = f"{name}[{failed[0]}]: {found[failed[0]].error}"
+            raise RequestsFailed(f"{len(failed)} of {len(items)} {name} failed, the first is {first}", found)
+        return found
+
+    def _run(self, requests: Sequence[Request], report: Callable[[int, int], None]) -> None:
+        """Run requests to their end; their deltas are in self._deltas then. `report` is called with the number of those
+        that have ended, and of tokens generated."""
+        waiting, left = collections.deque(requests), {}  # continuations that have not ended, by id of a request
+        unfinished = done = tokens = 0
+        while waiting or unfinished:
+            while waiting and unfinished < MAX_QUEUED_BATCHES * self._num_replicas * self.info.max_num_seqs:
+                request = waiting.popleft()
+                self._add(request)
+                left[request.id] = request.params.n
+                unfinished += request.params.n
+            for delta in self._step():
+                if delta.request_id not in left:
+                    continue
+                tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    unfinished -= 1
+                    left[delta.request_id] -= 1
+                    done += not left[delta.request_id]
+            report(done, tokens)
+
+    def _pieces(self, request: Request, text: str | None) -> Generator[str, None, RequestOutput]:
+        self._add(request)
+        unfinished, read = request.params.n, []
+        try:
+            while unfinished:
+                if not self._deltas[request.id]:
+                    self._step()
+                while self._deltas[request.id]:
+                    delta = self._deltas[request.id].popleft()
+                    read.append(delta)
+                    unfinished -= delta.finish_reason is not None
+                    if delta.text:
+                        yield delta.text
+        finally:
+            self._drop(request)
+        output = self._output(request, text, read)
+        if output.error is not None:
+            raise RequestsFailed(output.error, [output])
+        return output
 
     def _add(self, request: Request) -> None:
         self.engine.add(request)
         self._deltas[request.id] = collections.deque()
 
     def _step(self) -> list[Delta]:
-        """Run one step of the engine and store its deltas, which may belong to several callers such as open streams."""
-        deltas = self.engine.step()
-        for delta in deltas:
-            if delta.request_id in self._deltas:
-                self._deltas[delta.request_id].append(delta)
+        """Run one step of the engine and store its deltas, which may belong to several callers such as open streams.
+
+        Ctrl-C takes effect after the step: within it, it would leave the engine half changed.
+        """
+        with interrupts_deferred():
+            deltas = self.engine.step()
+            for delta in deltas:
+                if delta.request_id in self._deltas:
+                    self._deltas[delta.request_id].append(delta)
         return deltas
 
     def _drop(self, request: Request) -> None:
@@ -218,40 +427,121 @@ class LLM:
         self.engine.abort(request.id)
         self._deltas.pop(request.id, None)
 
+    # -- outputs --------------------------------------------------------------------------------------------------
+
+    def _output(
+        self, request: Request, text: str | None, deltas: Iterable[Delta], unfinished: str | None = None
+    ) -> RequestOutput:
+        """The output of a request from its deltas. `unfinished` is the error of continuations that have not ended; if
+        it is None, they were interrupted."""
+        by_index: list[list[Delta]] = [[] for _ in range(request.params.n)]
+        for delta in deltas:
+            by_index[delta.index].append(delta)
+        completions, errors, prompt_logprobs, cached = [], [], None, 0
+        for index, own in enumerate(by_index):
+            last = own[-1] if own else Delta(request_id=request.id)
+            reason = last.finish_reason or ("abort" if unfinished is None else "error")
+            if reason == "error":
+                errors.append(last.error or unfinished or "the engine gave no reason")
+            cached = max([cached, *(delta.cached_tokens for delta in own)])
+            prompt_logprobs = next((d.prompt_logprobs for d in own if d.prompt_logprobs is not None), prompt_logprobs)
+            logprobs = None
+            if request.params.logprobs is not None:
+                logprobs = tuple(self._named(entry) for delta in own for entry in delta.logprobs)
+            completions.append(
+                Completion(
+                    index=index,
+                    text="".join(delta.text for delta in own),
+                    token_ids=tuple(token for delta in own for token in delta.token_ids),
+                    logprobs=logprobs,
+                    finish_reason=reason,
+                    stop_reason=last.stop_reason,
+                )
+            )
+        if prompt_logprobs is not None and request.params.prompt_logprobs:
+            prompt_logprobs = tuple(None if entry is None else self._named(entry) for entry in prompt_logprobs)
+        return RequestOutput(
+            request_id=request.id,
+            prompt=text,
+            prompt_ids=request.prompt_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=tuple(completions),
+            num_cached_tokens=cached,
+            error=errors[0] if errors else None,
+        )
+
+    def _named(self, entry: TokenLogprob) -> TokenLogprob:
+        """The entry with the texts of its tokens."""
+        return dataclasses.replace(entry, texts={token: self.tokenizer.token_text(token) for token in entry})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rendered:
+    """A prompt, and its text if there is one."""
+
+    prompt: RenderedPrompt
+    text: str | None
+
+
+def _config(model: Path | str | None, options: dict[str, Any]) -> EngineConfig:
+    if model is not None:
+        options = {"model_dir": model, **options}
+    if "model_dir" not in options:
+        raise TypeError("LLM needs a model: LLM(model=DIRECTORY)")
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see docs/configuration.md"
+            raise TypeError(f"LLM has no option {name}{hint}")
+    return EngineConfig(**options)
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """Tell one conversation from several."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise InvalidRequest(
+            "messages must be a list of messages such as {'role': 'user', 'content': 'Hello'}, or a list of such "
+            f"lists, got {type(messages).__name__}",
+            param="messages",
+        )
+    listed = list(messages)
+    return [listed] if listed and isinstance(listed[0], Mapping) else listed
+
+
+def _first_other(each: list[Any]) -> str:
+    """Where a list of sampling parameters has something else."""
+    return next(f"{type(p).__name__} at {i}" for i, p in enumerate(each) if not isinstance(p, SamplingParams))
+
+
+def _refused(number: int, text: str | None, error: str) -> RequestOutput:
+    """The output of an input that was refused."""
+    none = Completion(index=0, text="", token_ids=(), logprobs=None, finish_reason="error")
+    return RequestOutput(
+        request_id=f"llm-{number}", prompt=text, prompt_ids=(), prompt_logprobs=None, outputs=(none,), error=error
+    )
+
+
+def _score(output: RequestOutput) -> Score:
+    if not output.finished:
+        return Score(token_ids=output.prompt_ids, logprobs=(), error=output.error or "interrupted")
+    logprobs = tuple(None if entry is None else entry.logprob for entry in output.prompt_logprobs or ())
+    if len(logprobs) != len(output.prompt_ids):
+        raise EngineError(f"the engine returned {len(logprobs)} logprobs for {len(output.prompt_ids)} tokens")
+    return Score(token_ids=output.prompt_ids, logprobs=logprobs)
+
 
 def _source(part: MediaPart) -> Any:
     """The source of a part, with the contents of files."""
     if isinstance(part.source, list | tuple):
-        return [_read(frame, part.where) if isinstance(frame, str | Path) else frame for frame in part.source]
-    return _read(part.source, part.where) if isinstance(part.source, str | Path) else part.source
+        return [_contents(frame, part.where) if isinstance(frame, str | Path) else frame for frame in part.source]
+    return _contents(part.source, part.where) if isinstance(part.source, str | Path) else part.source
 
 
-def _read(path: str | Path, where: str) -> bytes:
+def _contents(path: str | Path, where: str) -> bytes:
     if str(path).startswith(("http://", "https://", "data:")):
         raise InvalidRequest(f"{where}: LLM does not fetch URLs: give a file's path or its bytes", param="messages")
-    return Path(path).read_bytes()
-
-
-def _output(request: Request, deltas: list[Delta]) -> RequestOutput:
-    completions = []
-    for index in range(request.params.n):
-        own = [delta for delta in deltas if delta.index == index]
-        last = own[-1]
-        assert last.finish_reason is not None
-        completions.append(
-            Completion(
-                index=index,
-                text="".join(delta.text for delta in own),
-                token_ids=tuple(token for delta in own for token in delta.token_ids),
-                logprobs=tuple(entry for delta in own for entry in delta.logprobs),
-                finish_reason=last.finish_reason,
-                stop_reason=last.stop_reason,
-            )
-        )
-    prompt_logprobs = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None)
-    return RequestOutput(
-        request_id=request.id,
-        prompt_ids=request.prompt_ids,
-        prompt_logprobs=prompt_logprobs,
-        outputs=tuple(completions),
-    )
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{where}: cannot read {path}: {error.strerror}", param="messages") from error

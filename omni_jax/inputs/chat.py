@@ -94,7 +94,8 @@ _REFUSED_FIELDS = (
     "raw_fps",
 )
 _DETAILS = ("auto", "high", "low", "original")  # OpenAI's
-
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
+_SPOKEN = ("system", "developer", "user")  # roles whose messages must have content
 # Roles whose messages may have images and video: user as in OpenAI's API, and tool, for example for screenshots.
 # Models were not trained on images in system or assistant messages.
 _MEDIA_ROLES = ("user", "tool")
@@ -107,9 +108,10 @@ def normal_messages(
 ) -> list[dict[str, Any]]:
     """Normalise messages for a chat template.
 
-    For a text model, `content` becomes a string: null, missing and [] become "", text parts are joined by newlines (as
-    in vLLM). For a model that reads media, a list of parts stays a list of {"type": "text", "text"}, {"type": "image"}
-    and {"type": "video"}, in the same order; media_parts returns their sources.
+    For a text model, `content` becomes a string: null, missing and [] become "", where the role allows them (an
+    assistant that calls tools says nothing); text parts are joined by newlines (as in vLLM). For a model that reads
+    media, a list of parts stays a list of {"type": "text", "text"}, {"type": "image"} and {"type": "video"},
+    in the same order; media_parts returns their sources.
 
     Arguments of tool calls become objects instead of JSON text; "" and "null" become {}. Keys with the value null and
     an empty tool_calls are dropped, since templates test whether a key exists.
@@ -118,9 +120,11 @@ def normal_messages(
         modalities: what the model reads besides text.
 
     Raises:
-        InvalidRequest: there are no messages, a message has no role, a part is of a type that the model does not read
+        InvalidRequest: there are no messages, a message has no role or an unknown one, or has no content as system,
+            developer or user, a part is of a type that the model does not read
             or lacks its field, media is in a message of another role than user or tool, or arguments are not an object.
     """
+    _check_list(messages)
     if not messages:
         raise InvalidRequest("messages must hold at least one message, got none", param="messages")
     return [_normal_message(message, f"messages[{i}]", modalities) for i, message in enumerate(messages)]
@@ -137,6 +141,7 @@ def media_parts(
     Raises:
         InvalidRequest: as in normal_messages, for parts and their roles.
     """
+    _check_list(messages)
     found = []
     for i, message in enumerate(messages):
         if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple):
@@ -145,12 +150,21 @@ def media_parts(
     return found
 
 
+def _check_list(messages: Any) -> None:
+    if not isinstance(messages, list | tuple):
+        raise _invalid(f"messages must be a list of messages, got {type(messages).__name__}")
+
+
 def _normal_message(message: Any, where: str, modalities: Collection[MediaModality]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be an object, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _invalid(f"{where}.role must be a non-empty string, got {role!r}")
+    if role not in _ROLES:  # many templates would drop such a message in silence
+        raise _invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {_shorten(role)}")
+    if role in _SPOKEN and message.get("content") is None:
+        raise _invalid(f"{where}.content is missing: a message with the role {role} needs a text or a list of parts")
     normal = {key: value for key, value in message.items() if value is not None}
     normal["content"] = _content(message.get("content"), f"{where}.content", role, modalities)
     calls = normal.pop("tool_calls", None)

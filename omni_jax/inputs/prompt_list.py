@@ -11,68 +11,69 @@ from omni_jax.requests import InvalidRequest
 _TYPES = "a text, or token ids as a list, a tuple or an array of integers"
 
 
-def read_prompts(given: Any) -> list[str | tuple[int, ...]]:
-    """One prompt or several.
+def list_prompts(given: Any, name: str = "prompts") -> list[Any]:
+    """Tell one prompt from several. They are not read yet, so that each can be refused for itself.
 
     Args:
         given: one prompt (see read_prompt), an iterable of prompts, or an array of shape [prompts, length].
+        name: name of the argument in error messages.
+
+    Returns:
+        the prompts, for read_prompt.
 
     Raises:
-        InvalidRequest: something is neither a text nor token ids; the message has its place. Booleans and floats are
-            not token ids.
+        InvalidRequest: it is none of these.
     """
     if isinstance(given, str | bytes | Mapping):
-        return [read_prompt(given)]
+        return [given]
     if _is_array(given):
         given = np.asarray(given)
         if given.ndim == 2:
-            return [read_prompt(row, where=f"prompts[{i}]") for i, row in enumerate(given)]
+            return list(given)
         if given.dtype.kind not in "OSU":  # arrays of objects or texts are read as lists
-            return [read_prompt(given)]
+            return [given]
         given = given.tolist()
     if not isinstance(given, Iterable):
-        raise InvalidRequest(f"prompts must be {_TYPES}, or several of these, got {_name(given)}", param="prompt")
+        raise InvalidRequest(f"{name} must be {_TYPES}, or several of these, got {_name(given)}", param="prompt")
     listed = list(given)
-    if listed and _is_number(listed[0]):
-        return [read_prompt(listed)]
-    return [read_prompt(prompt, where=f"prompts[{i}]") for i, prompt in enumerate(listed)]
+    return [listed] if listed and _is_number(listed[0]) else listed
 
 
-def read_prompt(given: Any, *, where: str = "the prompt") -> str | tuple[int, ...]:
+def read_prompt(given: Any) -> str | tuple[int, ...]:
     """One prompt: a text as it is, token ids as Python integers.
 
     Args:
         given: a text; integers of Python, numpy or JAX in a list or tuple; a one-dimensional array of integers; or one
             of these under vLLM's key, {"prompt": text} or {"prompt_token_ids": ids}.
-        where: name of the prompt in error messages.
 
     Raises:
-        InvalidRequest: as in read_prompts.
+        InvalidRequest: something is neither a text nor token ids. Booleans and floats are not token ids.
     """
     if isinstance(given, Mapping):
-        if set(given) not in ({"prompt"}, {"prompt_token_ids"}):
+        if not given or not set(given) <= {"prompt", "prompt_token_ids"}:
             raise InvalidRequest(
-                f'{where} is an object with the keys {sorted(map(str, given))}; expected {{"prompt": text}} or '
-                '{"prompt_token_ids": ids}. Messages, images and video go to LLM.chat',
+                f"the prompt is an object with the keys {sorted(map(str, given))}; expected "
+                "prompt (a text) or prompt_token_ids, and beside it multi_modal_data for images and video. Messages "
+                "are for LLM.chat",
                 param="prompt",
             )
-        return read_prompt(*given.values(), where=where)
+        return read_prompt(given.get("prompt_token_ids", given.get("prompt")))
     if isinstance(given, str):
         return str(given)
     if _is_array(given):
         array = np.asarray(given)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise InvalidRequest(
-                f"{where} is an array of shape {array.shape} and dtype {array.dtype}; token ids are a one-dimensional "
-                "array of integers",
+                f"the prompt is an array of shape {array.shape} and dtype {array.dtype}; token ids are a "
+                "one-dimensional array of integers",
                 param="prompt",
             )
         return tuple(array.tolist())
     if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise InvalidRequest(f"{where} must be {_TYPES}, got {_name(given)}", param="prompt")
+        raise InvalidRequest(f"the prompt must be {_TYPES}, got {_name(given)}", param="prompt")
     ids = tuple(given)
     if not set(map(type, ids)) <= {int}:
-        ids = tuple(_token_id(token, f"token {i} of {where}") for i, token in enumerate(ids))
+        ids = tuple(_token_id(token, f"token {i} of the prompt") for i, token in enumerate(ids))
     return ids
 
 

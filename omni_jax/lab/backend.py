@@ -22,6 +22,7 @@ class Backend(Protocol):
 
         Raises:
             ValueError: a request can never run.
+            EngineError: a request failed, so the run is no measurement.
         """
         ...
 

@@ -22,7 +22,7 @@ import numpy as np
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.engine import Engine
 from omni_jax.inputs import Tokenizer
-from omni_jax.requests import Request, SamplingParams
+from omni_jax.requests import EngineError, Request, SamplingParams
 from omni_jax.scheduling.plan import StepPlan
 from omni_jax.telemetry.recorder import Recorder
 
@@ -224,7 +224,7 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
 
     Raises:
         ValueError: a window does not fit the engine.
-        RuntimeError: the engine failed, or left out logprobs or decode steps.
+        EngineError: the engine failed, or left out logprobs or decode steps.
     """
     steps = len(windows[0].forced_ids) - 1
     recorder = engine.recorder = _HoldingsRecorder(len(windows), steps)
@@ -253,14 +253,14 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
         for delta in engine.step():
             found[delta.request_id] += [entry.logprob for entry in delta.logprobs]
             if delta.error is not None:
-                raise RuntimeError(f"window {delta.request_id} of plan {plan.name}: {delta.error}")
+                raise EngineError(f"window {delta.request_id} of plan {plan.name}: {delta.error}")
             if delta.finish_reason is not None:
                 running -= 1
                 done(len(windows) - len(waiting) - running, len(windows))
     seconds = time.perf_counter() - begin
     short = [name for name, logprobs in found.items() if len(logprobs) != steps + 1]
     if short or (recorder.rows < 0).any():
-        raise RuntimeError(
+        raise EngineError(
             f"plan {plan.name}: {len(short)} windows lack some of their {steps + 1} logprobs, and "
             f"{int((recorder.rows < 0).sum())} of {recorder.rows.size} decode steps were not recorded"
         )

@@ -24,7 +24,7 @@ from omni_jax.lab.experiment import TINY_VL, Arm, Experiment, workload
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import Run, RunRecorder, make_run
 from omni_jax.progress import StageReport
-from omni_jax.requests import InvalidRequest, Request
+from omni_jax.requests import EngineError, InvalidRequest, Request
 from omni_jax.segments import make_policy, prompt_view
 from omni_jax.simulation.workload import Arrival, build
 
@@ -103,6 +103,8 @@ def _replay(engine: Engine, arm: Arm, arrivals: Sequence[Arrival], tag: str, don
             engine.add(dataclasses.replace(request, arrival=start + request.arrival))
         if engine.has_work:
             for delta in engine.step():
+                if delta.finish_reason == "error":  # its times are no measurement, and those of the others suffer
+                    raise EngineError(f"request {delta.request_id} of the workload failed: {delta.error}")
                 if delta.finish_reason is not None and done is not None:
                     done()
         elif pending:

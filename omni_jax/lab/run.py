@@ -71,6 +71,7 @@ def run_experiment(
     Raises:
         OtherSettings: `out` holds runs of other settings; the message names the first that differs.
         ValueError: a workload can never run, the engine refuses its settings, or a file in `out` is damaged.
+        EngineError: a request failed. Its cell has no file, so that the next run repeats it.
         OSError: a model, trace or directory cannot be read or written.
     """
     out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Requests, their parameters and the engine's outputs: plain data, no JAX, no I/O."""
 
-from omni_jax.requests.errors import EngineError, InvalidRequest, Unavailable
+from omni_jax.requests.errors import EngineError, Interrupted, InvalidRequest, RequestsFailed, Unavailable
 from omni_jax.requests.media import MediaModality, MediaSpan
-from omni_jax.requests.outputs import Completion, Delta, RequestOutput, TokenLogprob
+from omni_jax.requests.outputs import Completion, Delta, Logprob, RequestOutput, TokenLogprob
 from omni_jax.requests.request import Request
 from omni_jax.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from omni_jax.requests.segment import Segment
@@ -15,11 +15,14 @@ __all__ = [
     "Completion",
     "Delta",
     "EngineError",
+    "Interrupted",
     "InvalidRequest",
+    "Logprob",
     "MediaModality",
     "MediaSpan",
     "Request",
     "RequestOutput",
+    "RequestsFailed",
     "SamplingParams",
     "Segment",
     "Sequence",

@@ -1,14 +1,31 @@
 """What the engine returns: deltas while a request runs, whole outputs at the end."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Logprob(NamedTuple):
+    """One of the tokens of a TokenLogprob, with vLLM's names.
+
+    Attributes:
+        logprob: Natural logarithm of its probability.
+        rank: Its place among the most likely tokens, from 1; None if it is not among those that were asked for.
+        decoded_token: Its text; None in the engine's own outputs, which have ids only.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(Mapping[int, Logprob]):
     """Log-probability of one token under the model, before temperature, penalties and cut-offs.
+
+    It is also vLLM's mapping from token id to Logprob: of this token, and of the most likely ones.
 
     Attributes:
         token_id: Token id.
@@ -18,6 +35,7 @@ class TokenLogprob:
         hidden: Whether the text shows nothing of the token: a special token that is skipped, the token that ended the
             output, or one behind the stop string.
         removed_spaces: Number of leading spaces of the token that the text lacks because the text begins with it.
+        texts: Texts of these tokens by id; LLM adds them.
     """
 
     token_id: int
@@ -26,6 +44,22 @@ class TokenLogprob:
     text_offset: int = 0
     hidden: bool = False
     removed_spaces: int = 0
+    texts: Mapping[int, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        for rank, (candidate, logprob) in enumerate(self.top, 1):
+            if candidate == token_id:
+                return Logprob(logprob, rank, self.texts.get(token_id))
+        if token_id == self.token_id:
+            return Logprob(self.logprob, None, self.texts.get(token_id))
+        raise KeyError(token_id)
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.token_id
+        yield from (token_id for token_id, _ in self.top if token_id != self.token_id)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,21 +94,62 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished continuation."""
+    """One continuation, with the names of vLLM's CompletionOutput.
+
+    Attributes:
+        index: Its number, 0 to n - 1.
+        text: Generated text.
+        token_ids: Generated token ids, including those that a stop string hides.
+        logprobs: Logprobs of the tokens in `text`; None unless requested.
+        finish_reason: "stop", "length", "abort" for one that was interrupted, "error" for one that failed.
+        stop_reason: The stop string or token id that ended it, if one did.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: FinishReason
     stop_reason: str | int | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the logprobs of its tokens; None unless they were requested."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+    def finished(self) -> bool:
+        """Whether it came to its end, and was neither interrupted nor failed."""
+        return self.finish_reason in ("stop", "length")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A finished request: its prompt and its continuations, ordered by index."""
+    """A request that has ended: its prompt and its continuations, ordered by index.
+
+    Attributes:
+        request_id: Id of the request.
+        prompt: Text of the prompt; for a chat, the rendered template. None if token ids were given.
+        prompt_ids: Token ids of the prompt; empty for a request that was refused.
+        prompt_logprobs: One entry per prompt token, the first None; None unless requested.
+        outputs: The continuations.
+        num_cached_tokens: Number of prompt tokens found in the prefix cache.
+        error: Why it was refused or failed; None for any other. `outputs` then hold what was generated before.
+    """
 
     request_id: str
+    prompt: str | None = None
     prompt_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None
     outputs: tuple[Completion, ...]
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """vLLM's name of `prompt_ids`."""
+        return self.prompt_ids
+
+    @property
+    def finished(self) -> bool:
+        """Whether all continuations came to their end, and none was interrupted or failed."""
+        return all(completion.finished() for completion in self.outputs)

@@ -1,7 +1,7 @@
 """How the next token is chosen and when a continuation ends. Names and ranges are vLLM's."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from omni_jax.requests.errors import InvalidRequest
 
@@ -62,8 +62,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _listed("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", {} if self.logit_bias is None else self.logit_bias)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(
+                f"logit_bias must map token ids to numbers, got {type(self.logit_bias).__name__}", param="logit_bias"
+            )
         _number("temperature", self.temperature, 0.0, 2.0)
         _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -126,6 +131,15 @@ class SamplingParams:
                         f"(0 to {vocab_size - 1})",
                         param=name,
                     )
+
+
+def _listed(name, value):
+    """The values of a list; none of None, which is vLLM's default."""
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} must be a list, got {type(value).__name__}", param=name)
+    return tuple(value)
 
 
 def _number(name, value, low, high):

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serving.cli.generate import Sampling, check_sampling, load_model, sampling_params
+from serving.cli.generate import Sampling, check_sampling, cut_short, load_model, play, sampling_params
 from serving.cli.options import Cache, Config, Encoder, LogLevel, Model, Parallel
-from serving.cli.support import expected_errors, log_to_stderr, usage_error
+from serving.cli.support import FAILURE, expected_errors, log_to_stderr, usage_error
 
 EXAMPLE = 'omni-jax chat ~/models/SmolLM2-135M-Instruct --system "Answer in one sentence."'
 
@@ -54,44 +54,54 @@ def chat(
             )
         params = sampling_params(llm, sampling)
         conversation = Conversation(system)
+        code = 0
         print("/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
-                return 0
+                return code
             except KeyboardInterrupt:
                 print()
                 continue
             if line in ("/exit", "/quit"):
-                return 0
+                return code
             if line.startswith(("/image", "/video")) and llm.engine.vision is None:
                 print("this model reads text only", file=sys.stderr)
                 continue
             if line.startswith("/"):
                 print(conversation.command(line), file=sys.stderr)
                 continue
-            if line:
-                _answer(llm, params, conversation, line)
+            if line and not _answer(llm, params, conversation, line):
+                code = FAILURE
 
 
-def _answer(llm: Any, params: Any, conversation: "Conversation", text: str) -> None:
-    """Streams an answer. What was shown of it stays in the conversation when Ctrl-C stops it; a message that the model
-    refuses does not."""
+def _answer(llm: Any, params: Any, conversation: "Conversation", text: str) -> bool:
+    """Streams an answer, and says when it was cut. What was shown of it stays in the conversation when Ctrl-C
+    stops it; a message that the model refuses does not. Returns whether the engine is well."""
     pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        print(piece, end="", flush=True)
+
+    cut = None
     try:
         with contextlib.closing(llm.stream(conversation.ask(text), params)) as answer:
-            for piece in answer:
-                pieces.append(piece)
-                print(piece, end="", flush=True)
+            cut = cut_short(llm, play(answer, show), params)
     except KeyboardInterrupt:
-        pass
+        cut = "stopped"
     except expected_errors() as error:
         conversation.undo()
         print(f"omni-jax: {error} (/clear forgets the conversation)", file=sys.stderr)
-        return
+        from omni_jax.requests.errors import EngineError
+
+        return not isinstance(error, EngineError)
     print()
+    if cut is not None:
+        print(f"[{cut}]", file=sys.stderr)
     conversation.messages.append({"role": "assistant", "content": "".join(pieces)})
+    return True
 
 
 class Conversation:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from serving.cli.options import AsJson, Cache, Config, Encoder, LogLevel, Model,
 from serving.cli.support import engine_config, expected_errors, fail, log_to_stderr, usage_error
 
 if TYPE_CHECKING:
-    from omni_jax import LLM, SamplingParams
+    from omni_jax import LLM, RequestOutput, SamplingParams
 
 EXAMPLE = 'omni-jax generate ~/models/SmolLM2-135M-Instruct "Why is the sky blue?" --max-tokens 200'
 
@@ -101,19 +101,41 @@ def generate(
         chat = system is not None or bool(media) or llm.tokenizer.has_chat_template
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": [*media, {"type": "text", "text": text}] if media else text})
-    pieces = []
     try:
-        for piece in llm.stream(messages if chat else text, sampling_params(llm, sampling)):
-            pieces.append(piece)
-            if not as_json:
-                print(piece, end="", flush=True)
+        params = sampling_params(llm, sampling)
+        stream = llm.stream(messages if chat else text, params)
+        output = play(stream, lambda piece: None if as_json else print(piece, end="", flush=True))
     except BrokenPipeError:  # an OSError, but not one of the model
         raise
     except expected_errors() as error:
         logging.getLogger(__name__).debug("generate failed", exc_info=True)
         fail(str(error))
-    print(json.dumps({"prompt": text, "text": "".join(pieces)}, ensure_ascii=False) if as_json else "")
+    [answer] = output.outputs
+    found = {"prompt": text, "text": answer.text, "finish_reason": answer.finish_reason}
+    print(json.dumps(found, ensure_ascii=False) if as_json else "")
+    if (cut := cut_short(llm, output, params)) is not None:
+        print(f"omni-jax: {cut}", file=sys.stderr)
     return 0
+
+
+def play(stream: "Generator[str, None, RequestOutput]", show: Callable[[str], object]) -> "RequestOutput":
+    """Shows the pieces of an answer as they come. Returns the whole output."""
+    while True:
+        try:
+            piece = next(stream)
+        except StopIteration as end:
+            return end.value
+        show(piece)
+
+
+def cut_short(llm: "LLM", output: "RequestOutput", params: "SamplingParams") -> str | None:
+    """Why an answer ends in the middle; None if it does not."""
+    [answer] = output.outputs
+    if answer.finish_reason != "length":
+        return None
+    if params.max_tokens is not None and len(answer.token_ids) >= params.max_tokens:
+        return f"the answer was cut at {params.max_tokens} tokens (--max-tokens)"
+    return f"the answer was cut: prompt and answer fill the context of {llm.info.max_model_len} tokens"
 
 
 def load_model(model: Path, *panels: Settings | None) -> "LLM":
@@ -121,11 +143,9 @@ def load_model(model: Path, *panels: Settings | None) -> "LLM":
     cannot be loaded."""
     config = engine_config(model.expanduser(), *panels, max_num_seqs=1)
     from omni_jax import LLM
-    from omni_jax.progress import stage_bars
 
     try:
-        with stage_bars() as progress:
-            return LLM(progress=progress, **config.values())
+        return LLM(**config.values())
     except expected_errors() as error:
         logging.getLogger(__name__).debug("start failed", exc_info=True)
         fail(str(error))

@@ -127,8 +127,14 @@ def test_parameters_may_differ_between_prompts(llm):
 
 
 def test_a_wrong_number_of_parameters_is_refused(llm):
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        llm.generate(["a", "b"], [greedy()])
+    for wrong, message in (
+        ([greedy()], "sampling_params has 1 entries for 2 prompts"),
+        ([greedy(), None], "got a list with NoneType at 1"),
+        ({"temperature": 0}, "must be a SamplingParams, or a list with one for each prompt, got dict"),
+        (0.7, "got float"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            llm.generate(["a", "b"], wrong)
 
 
 def test_an_invalid_prompt_is_refused_before_anything_runs(llm):

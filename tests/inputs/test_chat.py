@@ -139,6 +139,12 @@ def test_api_17_text_parts_equal_the_joined_string(byte_level):
         ([], "at least one message"),
         (["Hello"], r"messages\[0\] must be an object, got str"),
         ([{"content": "x"}], r"messages\[0\].role must be a non-empty string, got None"),
+        ([{"role": "robot", "content": "x"}], r"messages\[0\].role must be one of system, .*, got 'robot'"),
+        ([{"role": "x\ud83d", "content": "x"}], r"messages\[0\].role must be one of"),
+        ([*HELLO, {"role": "user"}], r"messages\[1\].content is missing: a message with the role user needs"),
+        ([{"role": "system", "content": None}], r"messages\[0\].content is missing"),
+        ("hello", "messages must be a list of messages, got str"),
+        (["hello"], r"messages\[0\] must be an object, got str"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content must be a string or a list of parts, got int"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "type 'image_url'"),
         ([{"role": "user", "content": ["x"]}], r"content\[0\] is a part of type str"),
@@ -161,7 +167,6 @@ def test_api_13_unpaired_surrogates_anywhere_in_a_chat_are_refused(byte_level):
     for messages in (
         [{"role": "user", "content": bad}],
         [{"role": "user", "content": [{"type": "text", "text": bad}]}],
-        [{"role": bad, "content": "x"}],
         [{"role": "user", "content": "x", "name": bad}],
         [{"role": "user", "content": "x", bad: "y"}],
         call,
@@ -278,10 +283,10 @@ def test_tok_03_every_string_of_a_request_stays_text(tmp_path):
     messages = assistant_call(json.dumps({evil: [evil]}).replace("<", "\\u003c"), content=evil)
     messages[1]["tool_calls"][0]["function"]["name"] = evil
     messages[2]["tool_call_id"] = evil
-    messages.append({"role": evil, "content": [{"type": "text", "text": evil}], "name": evil})
+    messages.append({"role": "user", "content": [{"type": "text", "text": evil}], "name": evil})
     ids = tokenizer.render_chat(messages, tools=[{"x": {evil: evil}}], template_kwargs={"mood": evil})
     assert specials(tokenizer, ids) == [1, 2]
-    assert tokenizer.decode(ids, skip_special_tokens=False).count(evil) == 11 + 1
+    assert tokenizer.decode(ids, skip_special_tokens=False).count(evil) == 10 + 1
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from omni_jax.inputs.prompt_list import read_prompt, read_prompts
+from omni_jax.inputs.prompt_list import list_prompts, read_prompt
 from omni_jax.requests import InvalidRequest
 
 IDS = [3, 1, 2]
+
+
+def read_prompts(given):
+    return [read_prompt(prompt) for prompt in list_prompts(given)]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def test_bf_03_rows_and_lists_are_several_prompts():
     assert read_prompts(np.array(["a", "b"])) == ["a", "b"]
     assert read_prompts(np.array([[1, 2, 3]])) == [(1, 2, 3)]
     assert read_prompts("a") == read_prompts({"prompt": "a"}) == ["a"]
-    assert read_prompts([{"prompt": "a"}, {"prompt_token_ids": [1]}]) == ["a", (1,)]
+    assert read_prompts([{"prompt": "a"}, {"prompt_token_ids": [1], "prompt": "b"}]) == ["a", (1,)]
     assert read_prompts([]) == []
     assert read_prompts([[]]) == [()]  # the engine refuses an empty prompt
 
@@ -57,7 +61,7 @@ def test_bf_03_rows_and_lists_are_several_prompts():
         (np.array([True]), "dtype bool"),
         (np.array(5), r"shape \(\)"),
         (np.zeros((2, 2, 2), int), r"shape \(2, 2, 2\)"),
-        (np.array([[1.0]]), r"prompts\[0\] .* dtype float64"),
+        (np.array([[1.0]]), "dtype float64"),
         ([1, True], "token 1 of the prompt must be an integer, got bool True"),
         ([True, 1], "token 0 of the prompt"),
         ([1, 2.0], "token 1 of the prompt must be an integer, got float 2.0"),
@@ -66,13 +70,15 @@ def test_bf_03_rows_and_lists_are_several_prompts():
         ([np.bool_(True)], "token 0 of"),
         (list(jnp.array([1.0])), "token 0 of the prompt"),
         ([1, "a"], "token 1 of the prompt must be an integer, got str 'a'"),
-        (["a", 1], r"prompts\[1\] must be a text, or token ids"),
-        (["a", [1, None]], r"token 1 of prompts\[1\]"),
+        (["a", 1], "the prompt must be a text, or token ids"),
+        (["a", [1, None]], "token 1 of the prompt"),
         (b"bytes", "got bytes b'bytes'"),
-        ([b"bytes"], r"prompts\[0\] .* got bytes"),
+        ([b"bytes"], "the prompt .* got bytes"),
         (5, "prompts must be a text"),
         (None, "prompts must be a text"),
-        ({"prompt": "a", "multi_modal_data": {}}, r"keys \['multi_modal_data', 'prompt'\]"),
+        ({"prompt": "a", "lora": {}}, r"keys \['lora', 'prompt'\]"),
+        ({}, r"keys \[\]"),
+        ({"prompt": None}, "the prompt must be a text, or token ids.*NoneType"),
         ([{"role": "user", "content": "hello"}], r"LLM\.chat"),
     ],
 )

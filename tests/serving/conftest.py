@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 import omni_jax
+from omni_jax.requests import Completion, RequestOutput, RequestsFailed
 from serving.cli import main as cli
 from serving.http import lifecycle
 from serving.http.server import make_app
@@ -156,8 +157,9 @@ class FakeLLM:
     fault = None
     vision = None
     default_sampling = {"temperature": 0.5, "top_k": 7, "max_tokens": 3}  # noqa: RUF012
+    ends = "stop"
 
-    def __init__(self, model_dir, *, progress, **options):
+    def __init__(self, model_dir, **options):
         if FakeLLM.fault:
             raise FakeLLM.fault
         self.info = FakeInfo(default_sampling=dict(FakeLLM.default_sampling))
@@ -174,10 +176,15 @@ class FakeLLM:
     def stream(self, prompt, params):
         FakeLLM.asked = (prompt, params)
         yield from ("one ", "two")
+        if FakeLLM.ends == "error":
+            raise RequestsFailed("the model produced NaN logits")
+        answer = Completion(index=0, text="one two", token_ids=(1, 2), logprobs=None, finish_reason=FakeLLM.ends)
+        return RequestOutput(request_id="1", prompt_ids=(), prompt_logprobs=None, outputs=(answer,))
 
 
 @pytest.fixture
 def llm(monkeypatch):
     monkeypatch.setitem(vars(omni_jax), "LLM", FakeLLM)  # setattr would import the real one first
     monkeypatch.setattr(FakeLLM, "fault", None)
+    monkeypatch.setattr(FakeLLM, "ends", "stop")
     return FakeLLM

@@ -474,7 +474,22 @@ def test_generate(invoke, llm, tmp_path, monkeypatch):
     assert [message["role"] for message in llm.asked[0]] == ["system", "user"]
     result = invoke("generate", ".", "-", "--raw", "--json", stdin="from stdin")
     assert llm.asked[0] == "from stdin"
-    assert json.loads(result.stdout) == {"prompt": "from stdin", "text": "one two"}
+    assert json.loads(result.stdout) == {"prompt": "from stdin", "text": "one two", "finish_reason": "stop"}
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("command", [("generate", ".", "hello"), ("generate", ".", "hello", "--json"), ("chat", ".")])
+def test_an_answer_that_failed_or_was_cut_shows_it(invoke, llm, monkeypatch, command):
+    monkeypatch.setattr(llm, "ends", "error")
+    result = invoke(*command, stdin="hello\n")
+    assert result.exit_code == 1
+    assert "omni-jax: the model produced NaN logits" in result.stderr
+    monkeypatch.setattr(llm, "ends", "length")
+    result = invoke(*command, "--max-tokens", "2", stdin="hello\n")
+    assert result.exit_code == 0
+    assert "the answer was cut at 2 tokens (--max-tokens)" in result.stderr
+    assert "cut" not in result.stdout
+    assert "prompt and answer fill the context of" in invoke(*command, "--max-tokens", "9", stdin="hello\n").stderr
 
 
 def test_generate_with_images_and_videos(invoke, llm, tmp_path):

@@ -47,7 +47,7 @@ def test_generate_prints_what_the_engine_answers():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"prompt": prompt, "text": answer.text}
+    assert json.loads(done.stdout) == {"prompt": prompt, "text": answer.text, "finish_reason": "length"}
 
 
 @pytest.fixture(scope="module")
