@@ -6,8 +6,6 @@ dequantises it. ARCHITECTURES holds what differs by architecture; gguf_tokenizer
 
 import dataclasses
 import json
-import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from gguf.quants import dequantize
 
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf_tokenizer import Metadata, eos_ids, token_id, tokenizer_config, tokenizer_json
+from checkpoints.new_directory import new_directory
 
 Progress = Callable[[str, int, int], None]  # called with name, bytes done, total bytes
 
@@ -82,25 +81,17 @@ def convert_gguf(
     source, out = Path(source), Path(out)
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(f"{out} already exists; name a directory that does not exist, or remove it first")
     metadata, tensors = _open(source)
     config = _config(metadata, tensors, dtype)
     targets = _targets(config, ARCHITECTURES[metadata.text("general.architecture")])
     _check_tensors(targets, tensors)
 
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_directory(out) as partial:
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", _generation_config(config, metadata))
         _write_json(partial / "tokenizer_config.json", tokenizer_config(metadata, config["max_position_embeddings"]))
         (partial / "tokenizer.json").write_text(tokenizer_json(metadata), encoding="utf-8")
         _write_weights(partial / "model.safetensors", targets, tensors, config["head_dim"], _DTYPES[dtype], progress)
-        os.replace(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return out
 
 
@@ -111,6 +102,13 @@ def _open(source: Path) -> tuple[Metadata, dict[str, ReaderTensor]]:
         reader = GGUFReader(source)
     except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
         raise CheckpointError(f"{source} is damaged, truncated or not a GGUF file: {error}") from error
+    end = max((t.data_offset + t.n_bytes for t in reader.tensors), default=reader.data_offset)
+    padded = -(-end // reader.alignment) * reader.alignment  # the last tensor may be padded like the others
+    if source.stat().st_size > padded:
+        behind = source.stat().st_size - end
+        raise CheckpointError(
+            f"{source} has {behind:,} bytes after its last tensor: it is damaged, or two files in one"
+        )
     return Metadata(reader.fields), {t.name: t for t in reader.tensors}
 
 
@@ -120,8 +118,8 @@ def _config(metadata: Metadata, tensors: dict[str, ReaderTensor], dtype: str) ->
     if name not in ARCHITECTURES:
         raise CheckpointError(f"GGUF architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     for key in ("expert_count", "attention.sliding_window"):
-        if metadata.number(f"{name}.{key}", 0):
-            raise CheckpointError(f"{name}.{key} is {metadata.number(f'{name}.{key}')}: such models are not supported")
+        if metadata.integer(f"{name}.{key}", 0, low=0):
+            raise CheckpointError(f"{name}.{key} is {metadata.integer(f'{name}.{key}')}: such models are not supported")
     hidden, heads = metadata.integer(f"{name}.embedding_length"), metadata.integer(f"{name}.attention.head_count")
     head_dim = metadata.integer(f"{name}.attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -135,13 +133,13 @@ def _config(metadata: Metadata, tensors: dict[str, ReaderTensor], dtype: str) ->
         "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
         "hidden_size": hidden,
         "intermediate_size": metadata.integer(f"{name}.feed_forward_length"),
-        "num_hidden_layers": metadata.integer(f"{name}.block_count"),
+        "num_hidden_layers": metadata.integer(f"{name}.block_count", high=1000),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer(f"{name}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": metadata.integer(f"{name}.context_length"),
-        "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer(f"{name}.context_length", high=2**30),
+        "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon", low=1e-12, high=1),
         "rope_parameters": _rope_parameters(metadata, name, tensors.get("rope_freqs.weight"), head_dim),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": token_id(metadata, "bos"),
@@ -152,7 +150,7 @@ def _config(metadata: Metadata, tensors: dict[str, ReaderTensor], dtype: str) ->
 
 
 def _rope_parameters(metadata: Metadata, name: str, factors: ReaderTensor | None, head_dim: int) -> dict:
-    base = metadata.number(f"{name}.rope.freq_base", 10000.0)
+    base = metadata.number(f"{name}.rope.freq_base", 10000.0, low=1.001, high=1e12)
     prefix = f"{name}.rope.scaling."
     given = {key.removeprefix(prefix): metadata.value(key) for key in metadata if key.startswith(prefix)}
     kind = given.pop("type", "none")

@@ -12,6 +12,7 @@ from gguf import ReaderField
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from checkpoints.errors import CheckpointError
+from checkpoints.values import LARGEST
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # values of tokenizer.ggml.token_type
 
@@ -69,19 +70,27 @@ class Metadata:
     def text(self, key: str, default=_MISSING) -> str:
         return self._typed(key, default, str, "text")
 
-    def integer(self, key: str, default=_MISSING) -> int:
-        return self._typed(key, default, int, "one integer")
+    def integer(self, key: str, default=_MISSING, *, low: int = 1, high: int = LARGEST) -> int:
+        return self._limited(key, self._typed(key, default, int, "one integer"), low, high)
 
-    def number(self, key: str, default=_MISSING) -> float:
-        return self._typed(key, default, int | float, "one number")
+    def number(self, key: str, default=_MISSING, *, low: float, high: float) -> float:
+        return self._limited(key, self._typed(key, default, int | float, "one number"), low, high)
 
-    def sequence(self, key: str) -> list:
-        return self._typed(key, _MISSING, list, "an array")
+    def sequence(self, key: str, kind: type) -> list:
+        found = self._typed(key, _MISSING, list, "an array")
+        if not all(type(item) is kind for item in found):
+            raise CheckpointError(f"the GGUF metadata {key} must be an array of {kind.__name__}")
+        return found
 
     def _typed(self, key, default, kind, expected) -> Any:
         value = self.value(key, default)
-        if value is not default and not isinstance(value, kind):
+        if value is not default and (not isinstance(value, kind) or isinstance(value, bool)):
             raise CheckpointError(f"the GGUF metadata {key} must be {expected}, got {str(value)[:80]!r}")
+        return value
+
+    def _limited(self, key, value, low, high) -> Any:
+        if not low <= value <= high:  # false for NaN, too
+            raise CheckpointError(f"the GGUF metadata {key} must be from {low:,} to {high:,}, got {value}")
         return value
 
 
@@ -91,7 +100,7 @@ def token_id(metadata: Metadata, role: str) -> int | None:
     if value is None:
         return None
     size = len(_tokens(metadata))
-    if not isinstance(value, int) or value >= size:
+    if type(value) is not int or not 0 <= value < size:
         raise CheckpointError(f"tokenizer.ggml.{role}_token_id is {value}, but the vocabulary has {size} tokens")
     return value
 
@@ -120,7 +129,7 @@ def tokenizer_json(metadata: Metadata) -> str:
     vocab = {token: i for i, (token, kind) in enumerate(pairs) if kind != _UNUSED}
     if len(vocab) != sum(kind != _UNUSED for _, kind in pairs):
         raise CheckpointError("tokenizer.ggml.tokens lists a token twice")
-    merges = [tuple(merge.split(" ")) for merge in metadata.sequence("tokenizer.ggml.merges")]
+    merges = [tuple(merge.split(" ")) for merge in metadata.sequence("tokenizer.ggml.merges", str)]
     missing = [m for m in merges if len(m) != 2 or m[0] not in vocab or m[1] not in vocab or m[0] + m[1] not in vocab]
     if missing:
         raise CheckpointError(
@@ -163,11 +172,11 @@ def tokenizer_config(metadata: Metadata, max_length: int) -> dict:
 
 
 def _tokens(metadata: Metadata) -> list[str]:
-    return metadata.sequence("tokenizer.ggml.tokens")
+    return metadata.sequence("tokenizer.ggml.tokens", str)
 
 
 def _typed_tokens(metadata: Metadata) -> list[tuple[str, int]]:
-    tokens, types = _tokens(metadata), metadata.sequence("tokenizer.ggml.token_type")
+    tokens, types = _tokens(metadata), metadata.sequence("tokenizer.ggml.token_type", int)
     if len(tokens) != len(types):
         raise CheckpointError(
             f"tokenizer.ggml.tokens has {len(tokens)} entries, but tokenizer.ggml.token_type has {len(types)}"

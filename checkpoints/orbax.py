@@ -11,7 +11,10 @@ commands only inspect checkpoints.
 
 import json
 import math
+import os
+import zlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +28,12 @@ if TYPE_CHECKING:
 
 FOLDER = "orbax"
 METADATA = "_METADATA"  # Orbax's file in each part: names of the arrays and the storage format
+CHECKSUMS = "checksums.json"  # beside the parts: sizes of all files, and a checksum of each tensor
 CHUNK_BYTES = 64 << 20  # maximum chunk size: reading a small range reads at least one chunk
 CACHE_BYTES = 256 << 20  # TensorStore's cache: indexes, and chunks while they are read
+
+PIECE_BYTES = 16 << 20
+ALGORITHM = "crc32 of the crc32 of each 16 MiB"
 
 Index = tuple[slice, ...]
 
@@ -36,6 +43,7 @@ class OrbaxWeights:
 
     Attributes:
         tensors: TensorInfo by name; `file` is the part, `offset` is 0.
+        checksums: checksum of each tensor's bytes by name; empty for a copy that has none.
     """
 
     def __init__(self, folder: Path | str):
@@ -43,11 +51,12 @@ class OrbaxWeights:
 
         Raises:
             CheckpointError: lists every fault: parts that are not Orbax checkpoints, names in two parts, missing
-                chunks, unsupported dtypes.
+                chunks, unsupported dtypes, files of another size than was written.
         """
         import tensorstore as ts
 
         self.folder = Path(folder)
+        sizes, self.checksums = _read_checksums(self.folder)
         self.tensors: dict[str, TensorInfo] = {}
         self._stores: dict[str, Any] = {}
         context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
@@ -64,20 +73,30 @@ class OrbaxWeights:
                     )
             except CheckpointError as error:
                 faults += error.faults
+        faults += [fault for name, size in sizes.items() if (fault := _wrong_size(self.folder, name, size))]
+        if self.checksums and self.checksums.keys() != self.tensors.keys() and not faults:
+            differ = sorted(self.checksums.keys() ^ self.tensors.keys())
+            faults.append(f"{CHECKSUMS} is of another copy: it has other tensors, the first: {differ[0]!r}")
         if faults:
             raise CheckpointError(faults)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Read one tensor, or a range of it, into a new array.
+        """Read one tensor, or a range of it, into a new array. The checksum of a whole tensor is verified.
 
         Raises:
             KeyError: no such tensor.
-            CheckpointError: its data cannot be read.
+            CheckpointError: its data cannot be read, or was changed.
         """
         try:
-            return self._stores[name][index].read().result()
+            array = self._stores[name][index].read().result()
         except ValueError as error:
             raise CheckpointError(_unreadable(name, self.tensors[name].file, error)) from error
+        if not index and self.checksums and checksum(array) != self.checksums[name]:
+            raise CheckpointError(
+                f"tensor {name!r} in {self.tensors[name].file.name} was changed after it was written (its checksum "
+                "differs): copy or convert the model again"
+            )
+        return array
 
     def restore(
         self, name: str, sharding: "jax.sharding.Sharding", *, dtype: Any = None, cast: bool = False
@@ -126,6 +145,55 @@ def save_part(folder: Path, number: int, arrays: Mapping[str, "np.ndarray | jax.
         save_args = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
         checkpointer.save(part, args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args))
     return part
+
+
+def checksum(array: np.ndarray) -> str:
+    """The checksum (ALGORITHM) of an array's values in C order. Threads compute it, so that loading is not slower."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    pieces = [data[first : first + PIECE_BYTES] for first in range(0, len(data), PIECE_BYTES)]
+    with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as threads:
+        sums = [each.to_bytes(4, "little") for each in threads.map(zlib.crc32, pieces)]
+    return f"{zlib.crc32(b''.join(sums)):08x}"
+
+
+def write_checksums(folder: Path, tensors: Mapping[str, str]) -> None:
+    """Write the sizes of all files in a folder, and the checksums of its tensors."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+    content = {"algorithm": ALGORITHM, "files": sizes, "tensors": dict(tensors)}
+    (folder / CHECKSUMS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_checksums(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Sizes by file and checksums by tensor; empty if the copy has none."""
+    file = folder / CHECKSUMS
+    if not file.exists():
+        return {}, {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        sizes, tensors, algorithm = content["files"], content["tensors"], content["algorithm"]
+        names, numbers = [*tensors, *tensors.values(), *sizes], [*sizes.values()]
+        if algorithm != ALGORITHM or not tensors or not all(isinstance(name, str) for name in names):
+            raise ValueError("unknown content")
+        if not all(type(number) is int for number in numbers) or any(".." in Path(name).parts for name in sizes):
+            raise ValueError("unknown content")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder.name}/{CHECKSUMS} is damaged: {error!r}") from error
+    return sizes, tensors
+
+
+def _wrong_size(folder: Path, name: str, size: int) -> str | None:
+    try:
+        found = (folder / name).stat().st_size
+    except FileNotFoundError:
+        return f"{folder.name}/{name} is missing"
+    except OSError as error:
+        return f"{folder.name}/{name} cannot be read: {error.strerror}"
+    if found != size:
+        return (
+            f"{folder.name}/{name} has {found:,} bytes, it was written with {size:,}: copy or convert the model again"
+        )
+    return None
 
 
 def _open(part: Path, context: Any) -> dict[str, Any]:

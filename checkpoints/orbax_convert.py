@@ -3,7 +3,6 @@
 Tensors keep their names, dtypes and bits. All other files of the model are copied.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.orbax import FOLDER, save_part
+from checkpoints.new_directory import new_directory
+from checkpoints.orbax import FOLDER, checksum, save_part, write_checksums
 from checkpoints.reader import INDEX, SINGLE, Checkpoint, locate
 from checkpoints.safetensors_header import DTYPES
 
@@ -49,15 +49,17 @@ def to_orbax(source: Path | str, out: Path | str, *, devices: int = 1, progress:
     if empty := [name for name, info in checkpoint.tensors.items() if not info.nbytes]:
         raise CheckpointError([f"tensor {name!r} has no values; Orbax cannot save empty arrays" for name in empty])
     place = _placer(devices)
-    with _new_directory(Path(out)) as partial:
+    with new_directory(Path(out)) as partial:
         _copy_files(checkpoint.directory, partial)
-        done = 0
+        done, checksums = 0, {}
         for number, names in enumerate(_groups(checkpoint, PART_BYTES)):
-            arrays = {name: place(name, checkpoint.read(name)) for name in names}
-            save_part(partial / FOLDER, number, arrays)
+            arrays = {name: checkpoint.read(name) for name in names}
+            checksums |= {name: checksum(array) for name, array in arrays.items()}
+            save_part(partial / FOLDER, number, {name: place(name, array) for name, array in arrays.items()})
             done += sum(checkpoint.tensors[name].nbytes for name in names)
             if progress is not None:
                 progress(names[-1], done, checkpoint.nbytes)
+        write_checksums(partial / FOLDER, checksums)
     return Path(out)
 
 
@@ -67,7 +69,7 @@ def to_safetensors(source: Path | str, out: Path | str, *, progress: Progress | 
     Arguments, return value and errors are those of `to_orbax`.
     """
     checkpoint = Checkpoint(source)
-    with _new_directory(Path(out)) as partial:
+    with new_directory(Path(out)) as partial:
         _copy_files(checkpoint.directory, partial)
         groups = list(_groups(checkpoint, SHARD_BYTES))
         files = [SINGLE]
@@ -83,22 +85,6 @@ def to_safetensors(source: Path | str, out: Path | str, *, progress: Progress | 
                 if progress is not None:
                     progress(name, done, checkpoint.nbytes)
     return Path(out)
-
-
-@contextlib.contextmanager
-def _new_directory(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to `out` on success, remove it on failure. A killed process leaves the
-    temporary name, so nothing takes a partial copy for a model."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(f"{out} already exists; name a directory that does not exist, or remove it first")
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        os.replace(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _copy_files(source: Path, target: Path) -> None:

@@ -198,6 +198,13 @@ def test_yarn_rope_scaling_is_converted(tmp_path):
         ({"extra_tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "blk.0.attn_q.bias is not supported"),
         ({"extra_tensors": {"rope_freqs.weight": np.full(8, 3, np.float32)}}, "does not hold Llama 3's scaling"),
         ({"tokens_extra": [("the", 1)]}, "lists a token twice"),
+        ({"add": {"llama.attention.head_count": 0}}, "llama.attention.head_count must be from 1 to 16,777,216, got 0"),
+        ({"add": {"llama.block_count": 2**31}}, "llama.block_count must be from 1 to 1,000, got 2147483648"),
+        ({"add": {"llama.attention.layer_norm_rms_epsilon": float("nan")}}, "rms_epsilon must be from .* nan"),
+        ({"add": {"llama.attention.layer_norm_rms_epsilon": -1.0}}, "layer_norm_rms_epsilon must be from .*, got -1.0"),
+        ({"add": {"llama.embedding_length": True}}, "llama.embedding_length must be one integer, got 'True'"),
+        ({"add": {"llama.context_length": "4096"}}, "llama.context_length must be one integer, got '4096'"),
+        ({"add": {"llama.rope.freq_base": 0.0}}, "llama.rope.freq_base must be from"),
     ],
 )  # fmt: skip
 def test_unsupported_files_are_refused_and_leave_no_partial_directory(tmp_path, how, message):
@@ -219,6 +226,24 @@ def test_damaged_files_are_refused(tmp_path, keep, kind):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
     with pytest.raises(CheckpointError, match="is not a file"):
         convert_gguf(tmp_path / "nothing.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("extra", [b"\0" * 8, b"\0" * 64, b"x" * 5000])
+def test_bytes_behind_the_last_tensor(tmp_path, extra):
+    """Writers pad the last tensor to the alignment of 32 bytes, or not. More bytes are no part of the file."""
+    file = tmp_path / "model.gguf"
+    gguf_files.write(file, "llama")
+    reader = gguf.GGUFReader(file)
+    end = max(tensor.data_offset + tensor.n_bytes for tensor in reader.tensors)
+    content = file.read_bytes()
+    file.write_bytes(content[:end])
+    convert_gguf(file, tmp_path / "unpadded")
+    file.write_bytes(content + extra)
+    if len(content) + len(extra) <= -(-end // 32) * 32:
+        convert_gguf(file, tmp_path / "out")
+    else:
+        with pytest.raises(CheckpointError, match=r"model.gguf has [\d,]+ bytes after its last tensor"):
+            convert_gguf(file, tmp_path / "out")
 
 
 def test_an_interrupted_conversion_leaves_no_directory(tmp_path):

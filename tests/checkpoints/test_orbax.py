@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import orbax_convert
 from checkpoints.errors import CheckpointError
-from checkpoints.orbax import OrbaxWeights
+from checkpoints.orbax import OrbaxWeights, checksum
 from checkpoints.orbax_convert import to_orbax, to_safetensors
 from checkpoints.reader import Checkpoint, check, faults
 from tests import tiny, tiny_vl
@@ -238,9 +238,11 @@ def test_check_reports_a_good_directory(orbax, small):
 
 
 def test_loading_names_the_tensors_of_a_missing_part(orbax):
-    """No file lists the parts, so only the strict loader can find that tensors of the model are missing."""
+    """A copy without checksums: no file lists the parts, so only the strict loader finds what is missing."""
     names = set(OrbaxWeights(orbax / "orbax").tensors)
     shutil.rmtree(orbax / "orbax" / "00001")
+    assert any(fault.startswith("orbax/00001/") and fault.endswith("is missing") for fault in faults(orbax))
+    (orbax / "orbax" / "checksums.json").unlink()
     assert not faults(orbax)
     missing = names - set(Checkpoint(orbax).tensors)
     assert missing
@@ -272,6 +274,48 @@ def test_missing_or_truncated_data_is_never_read_as_zeros(orbax):
         with pytest.raises(CheckpointError, match="00000"):
             [checkpoint.read(name) for name in checkpoint.tensors]
         largest.write_bytes(whole)
+
+
+def largest_file(part):
+    return max((file for file in part.rglob("d/*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def test_a_file_that_was_cut_short_is_found_without_reading_weights(orbax):
+    file = largest_file(orbax / "orbax" / "00001")
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[: size // 2])
+    (fault,) = faults(orbax)
+    name = file.relative_to(orbax).as_posix()
+    assert fault == f"{name} has {size // 2:,} bytes, it was written with {size:,}: copy or convert the model again"
+
+
+def test_one_flipped_bit_is_never_loaded(orbax):
+    file = largest_file(orbax / "orbax" / "00001")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    checkpoint = Checkpoint(orbax)
+    with pytest.raises(CheckpointError, match=r"tensor '.*' in 00001 was changed after it was written"):
+        [checkpoint.read(name) for name in checkpoint.tensors]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"algorithm": "md5", "files": {}, "tensors": []}'])
+def test_damaged_checksums_are_a_fault(orbax, content):
+    (orbax / "orbax" / "checksums.json").write_text(content)
+    assert "orbax/checksums.json is damaged" in faults(orbax)[0]
+
+
+def test_a_checksum_is_of_all_pieces(monkeypatch):
+    array = np.arange(1000, dtype=np.float32).reshape(10, 100)
+    before = checksum(array), checksum(array.T)
+    assert before[0] != before[1]
+    monkeypatch.setattr("checkpoints.orbax.PIECE_BYTES", 1024)
+    sums = {checksum(array)}
+    for place in range(0, 1000, 111):
+        changed = array.copy()
+        changed.reshape(-1)[place] += 1
+        sums.add(checksum(changed))
+    assert len(sums) == 11
 
 
 def test_a_missing_chunk_is_a_fault(orbax):
