@@ -1,11 +1,13 @@
 """The token budget of a step: its size, its division among sequences, and whether a slice of the vision tower may run
 beside the step."""
 
+import bisect
+import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterable
 
-from omni_jax.cost import CostModel, StepShape
+from omni_jax.cost import CostModel, StepShape, causal_pairs
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.buckets import Buckets
 from omni_jax.scheduling.discipline import Rank, deadline
@@ -15,36 +17,60 @@ Computable = Callable[[Sequence], int]  # number of tokens of a sequence that ca
 Admit = Callable[[Sequence], bool]  # tries to give a waiting sequence a slot and blocks; whether it got them
 
 
-def token_limit(
-    decoding: list[Sequence], *, limit: int, seconds: float, buckets: Buckets, cost: CostModel | None
-) -> int:
-    """Maximum number of tokens of the next step.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long the next step may take, so that its decoding sequences meet their objective.
 
-    It is the largest compiled size whose predicted time is at most `seconds`, so that the decoding sequences meet their
-    objective, but always leaves room for some prompt tokens.
-
-    Args:
-        decoding: Sequences with one token in the step.
-        limit: Maximum number of tokens of any step.
+    Attributes:
+        cost: Predicts durations.
         seconds: Maximum duration of the step.
         buckets: Compiled sizes.
-        cost: Predicts durations; without it the result is `limit`.
+        rows: Number of decoding sequences, each with one token in the step.
+        context: Number of tokens that they attend to.
     """
-    if cost is None or seconds == math.inf:
-        return limit
-    context = sum(sequence.rows + 1 for sequence in decoding)
-    fitting = len(decoding)
-    for size in buckets.mixed:
-        if size <= len(decoding):
-            continue
-        tokens = min(size, limit)
+
+    cost: CostModel
+    seconds: float
+    buckets: Buckets
+    rows: int
+    context: int
+
+    @property
+    def at_least(self) -> int:
+        """Number of prompt tokens that fit in any case: those that fill the smallest bucket. Without them a prompt
+        would wait as long as others decode."""
+        return next((size - self.rows for size in self.buckets.mixed if size > self.rows), 0)
+
+    def predicted(self, tokens: int, context: int = 0, pairs: int = 0) -> float:
+        """Duration of a step with `tokens` prompt tokens, which read `context` cached tokens in `pairs` query-key
+        pairs."""
         shape = StepShape(
-            kind="mixed", size=size, rows=len(decoding) + 1, tokens=tokens, context=context, attended=context
+            kind="mixed",
+            size=self.buckets.cover_mixed(self.rows + tokens),
+            rows=self.rows + 1,
+            tokens=self.rows + tokens,
+            context=self.context + context,
+            attended=self.context + pairs,
         )
-        if fitting > len(decoding) and cost.seconds(shape) > seconds:
-            break
-        fitting = tokens
-    return fitting
+        return self.cost.seconds(shape)
+
+    def limit(self, tokens: int) -> int:
+        """The most of `tokens` prompt tokens that may fit: the largest bucket that does before pairs are counted."""
+        sizes = (min(size - self.rows, tokens) for size in self.buckets.mixed if size > self.rows)
+        fitting = 0
+        for size in sizes:
+            if fitting and self.predicted(size) > self.seconds:
+                break
+            fitting = size
+        return fitting
+
+
+def pace(decoding: list[Sequence], *, seconds: float, buckets: Buckets, cost: CostModel | None) -> Pace | None:
+    """The pace that decoding sequences set if they need a step of at most `seconds`; None if any step will do."""
+    if cost is None or seconds == math.inf:
+        return None
+    context = sum(sequence.rows + 1 for sequence in decoding)
+    return Pace(cost=cost, seconds=seconds, buckets=buckets, rows=len(decoding), context=context)
 
 
 def by_arrival(
@@ -69,9 +95,12 @@ def by_deadline(
     computable: Computable,
     admit: Admit,
     rank: Callable[[Sequence], Rank],
+    pace: Pace | None,
 ) -> Shares:
-    """Give tokens to the most urgent segment up to its end, then to the next most urgent one."""
+    """Give tokens to the most urgent segment up to its end, then to the next most urgent one, as long as the step keeps
+    the pace of the decoding sequences."""
     shares: dict[Sequence, int] = {}
+    added = _Added()
     heap = [(rank(sequence), i) for i, sequence in enumerate(candidates)]
     heapq.heapify(heap)
     while left > 0 and heap:
@@ -83,7 +112,12 @@ def by_deadline(
         segment = sequence.segment_at(sequence.computed + share)
         whole = computable(sequence) - share
         count = min(left, whole if segment is None else min(whole, segment.stop - sequence.computed - share))
+        if pace is not None and (most := added.most(count, sequence.rows + share, new=not share, pace=pace)) < count:
+            count = left = most  # the step is full
+            if not count:
+                break
         shares[sequence] = share + count
+        added = added.with_tokens(count, sequence.rows + share, new=not share)
         left -= count
         following = sequence.segment_at(sequence.computed + share + count)
         if count < whole and following is not None and segment is not None:
@@ -92,6 +126,40 @@ def by_deadline(
         elif count < whole:
             heapq.heappush(heap, (ranked, i))  # output to recompute follows the prompt
     return list(shares.items())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Added:
+    """The prompt tokens that a step has so far, the cached tokens that they read, and their query-key pairs."""
+
+    tokens: int = 0
+    context: int = 0
+    pairs: int = 0
+
+    def with_tokens(self, count: int, start: int, *, new: bool) -> "_Added":
+        """The same with `count` more tokens that follow `start` cached ones; `new` if their row is a new one."""
+        read = count + (start if new else 0)
+        return _Added(self.tokens + count, self.context + read, self.pairs + causal_pairs(count, start))
+
+    def most(self, count: int, start: int, *, new: bool, pace: Pace) -> int:
+        """The most of `count` more tokens with which the step keeps the pace, or as many as fill a smaller bucket where
+        that computes more tokens per second."""
+
+        def seconds(more: int) -> float:
+            then = self.with_tokens(more, start, new=new)
+            return pace.predicted(then.tokens, then.context, then.pairs)
+
+        if seconds(count) <= pace.seconds:
+            return count
+        fitting = bisect.bisect_left(range(1, count), True, key=lambda more: seconds(more) > pace.seconds)
+        least = min(count, pace.at_least - self.tokens)
+        if fitting <= least:
+            return max(least, 0)
+        done = pace.rows + self.tokens
+        full = max((size - done for size in pace.buckets.mixed if size < done + fitting), default=0)
+        if full > 0 and (self.tokens + full) / seconds(full) > (self.tokens + fitting) / seconds(fitting):
+            return full
+        return fitting
 
 
 def slice_fits(

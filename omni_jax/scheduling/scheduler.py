@@ -185,13 +185,14 @@ class Scheduler:
             self._preempt_less_urgent(now)
         decoding, prefilling = self._split_running(now)
         self._decoding, self._step_seconds = decoding, 0.0
-        limit = budget.token_limit(
+        pace = budget.pace(
             decoding,
-            limit=self.config.max_num_batched_tokens,
             seconds=self.discipline.step_seconds(decoding, now),
             buckets=self.config.buckets,
             cost=self.cost,
-        ) - len(decoding)
+        )
+        limit = self.config.max_num_batched_tokens - len(decoding)
+        limit = limit if pace is None else pace.limit(limit)
         wanted = sum(self._computable(s) for s in prefilling)
         # By deadline, a waiting sequence may rank before a running one; first come, first served, it never does.
         admissible = self._admissible(limit if by_deadline else limit - wanted, prefilling, before)
@@ -203,7 +204,7 @@ class Scheduler:
         left = wanted
         if wanted and self.config.chunked_prefill:
             left = self.config.buckets.fill(len(decoding) + wanted, len(decoding)) - len(decoding)
-        for sequence, count in self._shares(prefilling + admissible, left, now):
+        for sequence, count in self._shares(prefilling + admissible, left, now, pace):
             rows.append(self._row(sequence, count, now))
         if by_deadline:
             self._record_pauses(prefilling, now)
@@ -393,7 +394,7 @@ class Scheduler:
             left -= self._computable(sequence)
         return found
 
-    def _shares(self, candidates: list[Sequence], left: int, now: float) -> budget.Shares:
+    def _shares(self, candidates: list[Sequence], left: int, now: float, pace: budget.Pace | None) -> budget.Shares:
         """The number of tokens that each candidate gets of those left. Candidates that get some are admitted."""
 
         def admit(sequence: Sequence) -> bool:
@@ -406,6 +407,7 @@ class Scheduler:
                 computable=self._computable,
                 admit=admit,
                 rank=lambda sequence: self.discipline.rank(sequence, now),
+                pace=pace,
             )
         in_chunks = self.config.chunked_prefill
         return budget.by_arrival(candidates, left, computable=self._computable, admit=admit, in_chunks=in_chunks)
