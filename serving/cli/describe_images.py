@@ -27,8 +27,9 @@ def describe_images(
 ) -> int:
     """Ask a running server about each of many images.
 
-    Exit codes: 0 every source has a text, 1 some failed, 2 wrong arguments, 130 interrupted. The same command continues
-    where it stopped.
+    Exit codes: 0 every source has a text, 1 some failed, 2 wrong arguments, 130 interrupted. The same command, without
+    --overwrite, continues where it stopped. A run stops early where all requests would fail: a wrong key or model, or a
+    server that has gone.
 
     Args:
         source: Folder, searched recursively; an image; a URL; or a .txt file with a path or URL in each line. URLs are

@@ -21,6 +21,7 @@ from serving.describe.report import Summary, progress, show
 from serving.describe.rows import RowFile, open_rows, read_rows
 from serving.describe.settings import Options
 from serving.describe.sources import Source, Unreadable, data_uri, find_sources
+from serving.describe.stopping import Failures, Stopped, resume_command
 
 
 class NoModel(Exception):
@@ -68,8 +69,13 @@ async def describe(
     client: Client,
     count: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Send each of `sources`; write and then count its row."""
+    """Send each of `sources`; write and then count its row.
+
+    Raises:
+        Stopped: all further requests would fail. Requests in flight are cancelled, without rows.
+    """
     head, tail = _request(options, model)
+    failures = Failures()
     waiting = iter(sources)
 
     async def worker() -> None:
@@ -77,12 +83,13 @@ async def describe(
             row = {"source": source.name} | await _row_of(client, source, head, tail)
             rows.append(row)
             count(row)
+            failures.check(row)
 
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(options.concurrency, len(sources))):
                 group.create_task(worker())
-    except BaseExceptionGroup as faults:  # the first one stopped the others; most likely a full disk
+    except BaseExceptionGroup as faults:  # the first one stopped the others; most likely a full disk, or Stopped
         raise faults.exceptions[0] from None
 
 
@@ -118,6 +125,10 @@ async def _interruptible(options: Options, sources: Sequence[Source], console: C
     except asyncio.CancelledError:
         if not summary.interrupted:
             raise
+    except Stopped as reason:
+        summary.stopped = str(reason)
+    if summary.not_sent and (summary.interrupted or summary.stopped is not None):
+        summary.resume = resume_command(options)
     summary.seconds = round(time.monotonic() - started, 3)
     return summary
 

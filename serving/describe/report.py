@@ -26,12 +26,14 @@ class Summary:
         sources: number of sources, the sum of the next five.
         done_before: sources that already had a good row.
         failed_before: sources that had failed and were not retried.
-        not_sent: sources beyond the limit, or without an answer when the run was interrupted.
+        not_sent: sources beyond the limit, or without an answer when the run was interrupted or stopped.
         described: sources with a new good row.
         failed: sources with a new error row.
         prompt_tokens, completion_tokens: sums over the `usage` of answers.
         seconds: duration of the run.
         interrupted: whether a signal ended the run.
+        stopped: why the run stopped early by itself; None if it did not.
+        resume: the command that sends the rest, after an interrupted or stopped run.
         out: path of the output file.
         reasons: failures by HTTP status, or by type if there was no response: their count, and the message of one.
     """
@@ -46,6 +48,8 @@ class Summary:
     completion_tokens: int = 0
     seconds: float = 0.0
     interrupted: bool = False
+    stopped: str | None = None
+    resume: str | None = None
     out: str
     reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
@@ -93,7 +97,11 @@ def show(summary: Summary, console: Console) -> None:
     for kind, reason in sorted(summary.reasons.items(), key=lambda item: -item[1]["count"])[:_MAX_REASONS]:
         lines.append(f"  {reason['count']} x {kind}, such as: {reason['message']}")
     if summary.interrupted:
-        lines.append("Interrupted; repeat the command to resume.")
+        lines.append("Interrupted.")
+    if summary.stopped is not None:
+        lines.append(f"Stopped: {summary.stopped}.")
+    if summary.resume is not None:
+        lines.append(f"To resume: {summary.resume}")
     lines.append(f"Rows: {summary.out}")
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 

@@ -17,6 +17,7 @@ from serving.describe import job as describe
 from serving.describe import rows as describe_rows
 from serving.describe.job import plan
 from serving.describe.sources import UsageError
+from serving.describe.stopping import SERVER_LIMIT
 from tests.serving.describe.fake import ROOT, described, fill, image_of, in_turn, options, refused, rows, run
 
 
@@ -31,11 +32,12 @@ def test_a_server_that_dies_during_a_run(fake, folder, tmp_path):
     with fake.running() as address:
         given = options(folder, address, out, concurrency=3, retries=1)
         first = run(given)
-    assert (first.described, first.failed, first.exit_code) == (10, 20, 1)
-    assert first.reasons["connection_error"]["count"] == 20
+    assert (first.described, first.exit_code) == (10, 1)
+    assert SERVER_LIMIT <= first.failed == first.reasons["connection_error"]["count"] < SERVER_LIMIT + 3
+    assert first.not_sent == 20 - first.failed  # the run gives up
     kept = {source: row for source, row in rows(out).items() if "text" in row}
     assert len(kept) == 10
-    assert set(rows(out)) == set(names)  # failures have rows too
+    assert len(rows(out)) == 10 + first.failed  # failures have rows too
     with pytest.raises(describe.NoModel, match="does not list its models"):
         run(given)
     fake.answer, fake.requests = fake.describe, []
