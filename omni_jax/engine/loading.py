@@ -73,7 +73,11 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         )
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     checkpoint = Checkpoint(config.model_dir)
-    tokenizer = Tokenizer.from_directory(Path(config.model_dir), chat_template=config.chat_template)
+    tokenizer = Tokenizer.from_directory(
+        Path(config.model_dir),
+        chat_template=config.chat_template,
+        has_tower=model_config(checkpoint.config).vision is not None,
+    )
     vision = _vision(config, model_config(checkpoint.config).vision)
     if vision is not None and channel is not None:
         raise ValueError("models that read images can only run in one process: leave out --num-processes")

@@ -103,8 +103,25 @@ _MEDIA_ROLES = ("user", "tool")
 _SOURCES = (str, os.PathLike, bytes, Image.Image, np.ndarray)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallFormat:
+    """How a chat template takes tool calls.
+
+    Attributes:
+        arguments_as_text: arguments are JSON text, for templates that concatenate them (DeepSeek-R1), instead of an
+            object for templates that use tojson or items().
+        null_content: a message with calls and no text has the content null instead of "", which some templates test.
+    """
+
+    arguments_as_text: bool = False
+    null_content: bool = False
+
+
 def normal_messages(
-    messages: Sequence[Mapping[str, Any]], *, modalities: Collection[MediaModality] = ()
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    modalities: Collection[MediaModality] = (),
+    calls: CallFormat | None = None,
 ) -> list[dict[str, Any]]:
     """Normalise messages for a chat template.
 
@@ -113,11 +130,12 @@ def normal_messages(
     media, a list of parts stays a list of {"type": "text", "text"}, {"type": "image"} and {"type": "video"},
     in the same order; media_parts returns their sources.
 
-    Arguments of tool calls become objects instead of JSON text; "" and "null" become {}. Keys with the value null and
-    an empty tool_calls are dropped, since templates test whether a key exists.
+    Arguments of tool calls become objects or JSON text, as `calls` says; "" and "null" become {}. Other keys with the
+    value null and an empty tool_calls are dropped, since templates test whether a key exists.
 
     Args:
         modalities: what the model reads besides text.
+        calls: how the template takes tool calls. Default: objects.
 
     Raises:
         InvalidRequest: there are no messages, a message has no role or an unknown one, or has no content as system,
@@ -127,7 +145,10 @@ def normal_messages(
     _check_list(messages)
     if not messages:
         raise InvalidRequest("messages must hold at least one message, got none", param="messages")
-    return [_normal_message(message, f"messages[{i}]", modalities) for i, message in enumerate(messages)]
+    return [
+        _normal_message(message, f"messages[{i}]", modalities, calls or CallFormat())
+        for i, message in enumerate(messages)
+    ]
 
 
 def media_parts(
@@ -155,7 +176,9 @@ def _check_list(messages: Any) -> None:
         raise _invalid(f"messages must be a list of messages, got {type(messages).__name__}")
 
 
-def _normal_message(message: Any, where: str, modalities: Collection[MediaModality]) -> dict[str, Any]:
+def _normal_message(
+    message: Any, where: str, modalities: Collection[MediaModality], form: CallFormat
+) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be an object, got {type(message).__name__}")
     role = message.get("role")
@@ -171,7 +194,9 @@ def _normal_message(message: Any, where: str, modalities: Collection[MediaModali
     if calls:
         if not isinstance(calls, list | tuple):
             raise _invalid(f"{where}.tool_calls must be a list, got {type(calls).__name__}")
-        normal["tool_calls"] = [_normal_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        normal["tool_calls"] = [_normal_call(call, f"{where}.tool_calls[{i}]", form) for i, call in enumerate(calls)]
+        if form.null_content and not normal["content"]:
+            normal["content"] = None
     return normal
 
 
@@ -260,11 +285,15 @@ def _source(value: Any, where: str, modality: MediaModality) -> Any:
     return value
 
 
-def _normal_call(call: Any, where: str) -> dict[str, Any]:
+def _normal_call(call: Any, where: str, form: CallFormat) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _invalid(f"{where} must be an object with a function that has a name")
-    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    given = function.get("arguments")
+    arguments: Any = _arguments(given, f"{where}.function.arguments")
+    if form.arguments_as_text:
+        plain = map_strings(arguments, str, param="messages")  # checks the depth, over which dumps recurses
+        arguments = given if isinstance(given, str) and arguments else json.dumps(plain, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

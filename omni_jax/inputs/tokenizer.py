@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import jinja2
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from omni_jax.inputs.chat import clean_text, map_strings, normal_messages
+from omni_jax.inputs.chat_templates import TEMPLATE_ERRORS, call_format, find_template, render
 from omni_jax.inputs.control_tokens import ControlTokens
 from omni_jax.inputs.token_bytes import TextStream, TokenBytes
 from omni_jax.requests import InvalidRequest, MediaModality
@@ -23,13 +26,10 @@ from omni_jax.requests import InvalidRequest, MediaModality
 logger = logging.getLogger(__name__)
 
 MAX_TOKEN_ID = 2**24  # far above any published vocabulary; a table of all ids is kept
-# Names that template_kwargs cannot set: arguments of apply_chat_template, and variables set elsewhere.
-_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
-    "messages",
-    "kwargs",
-}
-# What a template can raise for data it does not expect, besides jinja2's own errors.
-_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# Names that template_kwargs cannot set: arguments of the functions that render, and variables set elsewhere.
+_RENDERING = (PreTrainedTokenizerFast.apply_chat_template, render_jinja_template, render)
+_RESERVED = frozenset().union(*(inspect.signature(function).parameters for function in _RENDERING)) | {"messages"}
+_TOOL = {"type": "function", "function": {"name": "look_up", "description": "", "parameters": {"type": "object"}}}
 
 
 class Tokenizer:
@@ -67,12 +67,19 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_token_id = hf.eos_token_id if isinstance(hf.eos_token_id, int) else None
         self.has_chat_template = bool(hf.chat_template)
+        # A template for tools may differ from the one without.
+        self._call_formats = {
+            with_tools: call_format(partial(render, hf, tools=[_TOOL] if with_tools else None))
+            for with_tools in ((False, True) if hf.chat_template else ())
+        }
         kinds: tuple[MediaModality, ...] = ("image", "video")
         placeholders = self._count_added_tokens
         self.template_modalities = frozenset(kind for kind in kinds if placeholders({"type": kind}) > placeholders())
 
     @classmethod
-    def from_directory(cls, path: str | Path, *, chat_template: str | None = None) -> "Tokenizer":
+    def from_directory(
+        cls, path: str | Path, *, chat_template: str | None = None, has_tower: bool = False
+    ) -> "Tokenizer":
         """Read tokenizer.json, and the files beside it with special tokens and the chat template.
 
         tokenizer.json is used as it is, without the class that tokenizer_config.json names: several of those classes
@@ -80,6 +87,7 @@ class Tokenizer:
 
         Args:
             chat_template: replaces the model's chat template; Jinja text, or the path of a file that holds it.
+            has_tower: whether the model reads images; its processor's chat template is used then.
 
         Raises:
             FileNotFoundError: there is no tokenizer.json, or no such template file.
@@ -101,17 +109,16 @@ class Tokenizer:
             raise ValueError(
                 f"tokenizer.json, or a file beside it such as tokenizer_config.json, is not a tokenizer's: {error}"
             ) from error
-        if chat_template is not None:
-            hf.chat_template = _template_text(chat_template)
-        elif not hf.chat_template:
-            hf.chat_template = _processor_template(path)
-        try:
-            if hf.chat_template:  # compile it now, so that a syntax error fails the start and not every request
-                hf.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from error
-        except (jinja2.TemplateError, *_TEMPLATE_ERRORS):
-            pass  # the template may require a system message or tools, which this test does not have
+        hf.chat_template = template = find_template(path, hf.chat_template, given=chat_template, has_tower=has_tower)
+        for text in template.values() if isinstance(template, dict) else [template] if template else []:
+            try:  # compile it now, so that a syntax error fails the start and not every request
+                render(hf, [{"role": "user", "content": "Hello"}], template=text)
+            except jinja2.TemplateSyntaxError as error:
+                raise ValueError(
+                    f"the chat template has a syntax error in line {error.lineno}: {error.message}"
+                ) from error
+            except (jinja2.TemplateError, *TEMPLATE_ERRORS):
+                pass  # the template may require a system message or tools, which this test does not have
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -226,24 +233,25 @@ class Tokenizer:
         def escape(value: Any, param: str) -> Any:
             return map_strings(value, lambda text: self._control.escape(clean_text(text, param), nonce), param=param)
 
-        conversation = escape(normal_messages(messages, modalities=modalities), "messages")
+        calls = self._call_formats[bool(tools)]
+        conversation = escape(normal_messages(messages, modalities=modalities, calls=calls), "messages")
         schemas = escape(tools or None, "tools")
         variables = escape(dict(template_kwargs or {}), "chat_template_kwargs")
         try:
-            rendered = self._hf.apply_chat_template(
+            rendered = render(
+                self._hf,
                 conversation,
                 tools=schemas,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **variables,
             )
-        except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
+        except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
             reason = self._control.unescape((str(error).splitlines() or [type(error).__name__])[0], nonce)
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {reason}", param="messages"
             ) from error
-        return self._control.encode(str(rendered), nonce)
+        return self._control.encode(rendered, nonce)
 
     def _count_added_tokens(self, *media: Mapping[str, str]) -> int:
         """Count the added tokens that the template writes for a message of text and these parts; -1 if it fails.
@@ -254,31 +262,8 @@ class Tokenizer:
             return -1
         message: Any = {"role": "user", "content": [{"type": "text", "text": "Hello"}, *media]}
         try:
-            rendered = self._hf.apply_chat_template([message], tokenize=False)
-        except (jinja2.TemplateError, *_TEMPLATE_ERRORS):
+            rendered = render(self._hf, [message])
+        except (jinja2.TemplateError, *TEMPLATE_ERRORS):
             return -1
         added = self._backend.get_added_tokens_decoder().keys()
-        return sum(i in added for i in self._backend.encode(str(rendered), add_special_tokens=False).ids)
-
-
-def _template_text(given: str) -> str:
-    if "{" in given or "\n" in given:  # every template has a brace; paths rarely do
-        return given
-    if not Path(given).is_file():
-        raise FileNotFoundError(f"chat_template is neither Jinja text (it has no brace) nor a file: {given}")
-    return Path(given).read_text(encoding="utf-8")
-
-
-def _processor_template(path: Path) -> str | None:
-    """Read the template in Qwen2-VL's chat_template.json: {"chat_template": text}."""
-    file = path / "chat_template.json"
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    if not isinstance(template, str):
-        raise ValueError(f'{file} must hold {{"chat_template": "..."}}')
-    return template
+        return sum(i in added for i in self._backend.encode(rendered, add_special_tokens=False).ids)

@@ -118,7 +118,7 @@ def _engine_lines(directory: Path) -> list[str]:
 
     checkpoint = Checkpoint(directory)
     config, generation = model_config(checkpoint.config), checkpoint.generation_config
-    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = Tokenizer.from_directory(directory, has_tower=config.vision is not None)
     eos = eos_token_ids(generation, checkpoint.config, tokenizer.eos_token_id, vocab_size=config.vocab_size)
     sampling = ", ".join(f"{name} {value}" for name, value in default_sampling(generation).items())
     return [

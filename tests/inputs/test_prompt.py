@@ -276,27 +276,6 @@ def test_the_error_for_media_blames_a_template_without_placeholders(byte_level, 
     )
 
 
-def test_chat_template_json_is_read_if_there_is_no_other_template(tmp_path):
-    """Qwen2-VL's directories have this file."""
-    path = vocabularies.write_directory(tmp_path, vocabularies.vision(), chat_template=None)
-    (path / "chat_template.json").write_text('{"chat_template": "one {{ messages[0].content }}"}')
-    hello = [{"role": "user", "content": "Hello"}]
-    assert (lambda t: t.decode(t.render_chat(hello)))(Tokenizer.from_directory(path)) == "one Hello"
-    own = Tokenizer.from_directory(path, chat_template="mine {{ messages[0].content }}")
-    assert own.decode(own.render_chat(hello)) == "mine Hello"
-    vocabularies.write_directory(path, vocabularies.vision(), chat_template="two {{ messages[0].content }}")
-    assert (lambda t: t.decode(t.render_chat(hello)))(Tokenizer.from_directory(path)) == "two Hello"
-    for content, message in (
-        ("{", "is not JSON"),
-        ("[]", 'must hold {"chat_template"'),
-        ('{"chat_template": 3}', 'must hold {"chat_template"'),
-    ):
-        vocabularies.write_directory(path, vocabularies.vision(), chat_template=None)
-        (path / "chat_template.json").write_text(content)
-        with pytest.raises(ValueError, match=message):
-            Tokenizer.from_directory(path)
-
-
 def test_vision_inputs_with_different_sizes_are_refused(vision_tokenizer, vision):
     assert VisionInputs(config=vision, settings=SETTINGS).settings is SETTINGS
     for changes in ({"patch_size": 16}, {"temporal_patch_size": 1}, {"spatial_merge_size": 4}):
