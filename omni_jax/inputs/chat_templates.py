@@ -1,7 +1,7 @@
 """Which chat template a model directory has, and how it takes tool calls."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ Template = str | dict[str, str]  # one template, or several by name: "default", 
 
 def render(
     hf: PreTrainedTokenizerFast,
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     *,
     template: str | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: list[Any] | None = None,
     **variables: Any,
 ) -> str:
     """Render messages. apply_chat_template would do it too, but drops keys whose value is null, which some templates
@@ -33,12 +33,12 @@ def render(
         tools: OpenAI tool objects; a template named "tool_use" is for them.
         variables: for the template, and options of render_jinja_template.
     """
-    chosen = hf.get_chat_template(template, tools)  # type: ignore[arg-type]
+    chosen = hf.get_chat_template(template, tools)
     [text], _ = render_jinja_template(
         [messages],
         tools=tools,
         chat_template=chosen,
-        **{**hf.special_tokens_map, **variables},  # type: ignore
+        **{**hf.special_tokens_map, **variables},
     )
     return str(text)
 
