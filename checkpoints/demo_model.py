@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -135,8 +136,11 @@ def main() -> int:
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends pip, too
     sys.exit(main())

@@ -70,7 +70,10 @@ def fetch_wheel(
         finally:
             if pip.poll() is None:
                 pip.terminate()  # not kill: uv passes SIGTERM on to the pip that it runs
-                pip.wait()
+                try:
+                    pip.wait(timeout=0.5)
+                except subprocess.TimeoutExpired:
+                    pip.kill()
     wheels = list(target.glob("*.whl"))
     if pip.returncode or not wheels:
         lines = log.read_text(errors="replace").strip().splitlines()

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from checkpoints.demo_model import NAME, demo_model
 from checkpoints.errors import CheckpointError
+from omni_jax import interrupts
 from omni_jax.progress import progress_bar
 from serving.http import lifecycle as run
 
@@ -248,4 +249,4 @@ async def _read_metrics(session: aiohttp.ClientSession, base: str, metrics: Metr
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupts.run(main)

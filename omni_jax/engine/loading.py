@@ -170,6 +170,7 @@ def _join(config: EngineConfig) -> Front | Follower | None:
     if config.num_processes == 1:
         return None
     assert config.coordinator_address is not None
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away from the server
     return join(
         Group(
             coordinator_address=config.coordinator_address,

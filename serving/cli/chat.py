@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from omni_jax.interrupts import leave_to_python
 from serving.cli.generate import Sampling, check_sampling, cut_short, load_model, play, sampling_params
 from serving.cli.options import Cache, Config, Encoder, LogLevel, Model, Parallel
 from serving.cli.support import FAILURE, expected_errors, log_to_stderr, usage_error
@@ -52,6 +53,7 @@ def chat(
             usage_error(
                 f"{model} has no chat template; `omni-jax generate {shlex.quote(str(model))} PROMPT` continues a text"
             )
+        leave_to_python()  # Ctrl-C ends an answer, or an input
         params = sampling_params(llm, sampling)
         conversation = Conversation(system)
         code = 0

@@ -3,6 +3,7 @@
 import json
 import sys
 
+from omni_jax.interrupts import run
 from serving.cli.ablate import EXAMPLE as ABLATE_EXAMPLE
 from serving.cli.ablate import ablate
 from serving.cli.app import app, main
@@ -51,4 +52,4 @@ for number, (function, example) in enumerate(COMMANDS.items()):
     app.command(function, help_epilogue="Example:\n\n" + example.replace("\n", "\n\n"), sort_key=number)
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -93,8 +93,8 @@ def serve(
                     segment_policy=engine_settings.segment_policy,
                 ),
                 sock,
-                shutdown_timeout=server.shutdown_timeout,
-                access_log=server.access_log,
+                server,
+                alone=engine_settings.num_processes == 1,
             )
     except expected_errors() as error:
         logger.debug("start failed", exc_info=True)
@@ -107,11 +107,12 @@ def _follow(config) -> int:
     """Runs a process that follows process 0 and serves no requests."""
     from omni_jax.engine.follower import follow
 
-    # Ctrl-C reaches the whole group: process 0 drains, and ends this one afterwards.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def ready() -> None:  # Ctrl-C reaches the whole group: process 0 drains, and ends this one afterwards
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     try:
-        follow(config)
+        follow(config, ready=ready)
     except expected_errors() as error:
         fail(str(error))
     return 0

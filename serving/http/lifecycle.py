@@ -1,17 +1,19 @@
 """Runs the server: binds the socket, loads the model, serves requests and shuts down."""
 
 import asyncio
+import errno
 import logging
-import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.abc import AbstractAccessLogger
 
-from serving.http.server import OPEN_PATHS
+from omni_jax.interrupts import end_process
+from serving.http.connections import listen
+from serving.http.settings import ServerSettings
 from serving.http.state import SERVER
 
 if TYPE_CHECKING:
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_TIMEOUT = 30.0  # seconds that running requests have to finish
-_HANDLER_TIMEOUT = 5.0  # seconds that handlers have after that to write the end of their responses
-_ENGINE_TIMEOUT = 10.0  # seconds after the shutdown timeout until the process exits without the engine
+# Seconds after the shutdown timeout, of ServerSettings:
+_ENGINE_SECONDS = 2.5  # until the process exits without the engine
+_HANDLER_SECONDS = 1.0  # that handlers have then to write the end of their responses, before and after a cancellation
+_END_SECONDS = 5.0  # until the process ends, whatever it does
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
 class CannotListen(Exception):
@@ -45,16 +50,24 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
+        raise CannotListen(f"cannot listen on {host}:{port}: {_reason(error)}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # do not wait for old connections on a restart
         sock.bind(address)
     except OSError as error:
         sock.close()
-        hint = "; stop the process that listens there or choose another --port (0 for any free port)" if port else ""
-        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from None
+        hint = ""
+        if error.errno == errno.EADDRINUSE:
+            hint = "; stop the process that listens there or choose another --port (0 for any free port)"
+        elif error.errno == errno.EACCES:
+            hint = "; choose a --port from 1024"
+        raise CannotListen(f"cannot listen on {host}:{port}: {_reason(error)}{hint}") from None
     return sock
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def url(sock: socket.socket) -> str:
@@ -67,47 +80,48 @@ def run_server(
     make_engine: Callable[[], "AsyncEngine"],
     make_app: Callable[["AsyncEngine"], web.Application],
     sock: socket.socket,
+    settings: ServerSettings,
     *,
-    shutdown_timeout: float = SHUTDOWN_TIMEOUT,
-    access_log: bool = True,
+    alone: bool = True,
 ) -> int:
-    """Loads the model, serves until SIGTERM or SIGINT, and returns the process's exit code.
+    """Loads the model, serves until SIGTERM or SIGINT, and ends the process.
 
-    After the first signal, new requests get a 503 and running ones have `shutdown_timeout` seconds to finish. Requests
-    that are still running then get an error event, or a 503 if they are not streamed. A second signal ends the process
-    at once, with the exit code 128 + signal number.
+    A signal while the model is loading ends the process at once, with the exit code 128 + signal number. A signal
+    after that begins the end: new requests get a 503 and running ones have `settings.shutdown_timeout` seconds to
+    finish. Requests that are still running then get an error event, or a 503 if they are not streamed. A second signal
+    ends the process at once.
 
     Args:
         make_engine: builds the engine; called before the event loop runs.
         make_app: builds the app over the started engine.
         sock: bound socket, from `bind`.
-        shutdown_timeout: seconds that running requests have to finish.
-        access_log: whether to log a line per request, except for probes and scrapers.
+        settings: time limits and the access log.
+        alone: whether no other processes share the model. If they do, this function returns the exit code, and JAX
+            waits for them when the process exits.
     """
     engine = make_engine()
-    return asyncio.run(_serve(engine, make_app, sock, shutdown_timeout, access_log))
+    code = asyncio.run(_serve(engine, make_app, sock, settings))
+    for number in _NUMBERS:  # asyncio has restored Python's own handlers
+        signal.signal(number, lambda number, _: end_process(128 + number))
+    if alone:  # Python would wait for threads that decode images, for example
+        logging.shutdown()
+        end_process(code)
+    return code
 
 
 async def _serve(
     engine: "AsyncEngine",
     make_app: Callable[["AsyncEngine"], web.Application],
     sock: socket.socket,
-    shutdown_timeout: float,
-    access_log: bool,
+    settings: ServerSettings,
 ) -> int:
+    stop = _StopSignal()
     await engine.start()
     app = make_app(engine)
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        shutdown_timeout=_HANDLER_TIMEOUT,
-        access_log=logger if access_log else None,
-        access_log_class=_AccessLogger,
-    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_HANDLER_SECONDS)
     await runner.setup()
-    stop = _signal_event()
     try:
-        await web.SockSite(runner, sock, backlog=1024).start()
+        listener = await listen(runner, sock, settings)
     except OSError as error:  # while the model was loading, another process bound the port and listens
         await runner.cleanup()
         await engine.stop(drain_seconds=0)
@@ -115,45 +129,54 @@ async def _serve(
     logger.info("omni-jax serving %s at %s", ", ".join(app[SERVER].names), url(sock))
     await stop.wait()
     app[SERVER].draining = True
-    logger.info("shutting down: running requests have %g s to finish", shutdown_timeout)
+    drain = settings.shutdown_timeout
+    logger.info("shutting down: running requests have %g s to finish", drain)
+    _end_after(drain + _END_SECONDS)
     code = 0
     try:
-        async with asyncio.timeout(shutdown_timeout + _ENGINE_TIMEOUT):
-            await engine.stop(drain_seconds=shutdown_timeout)
+        async with asyncio.timeout(drain + _ENGINE_SECONDS):
+            await engine.stop(drain_seconds=drain)
     except TimeoutError:
-        logger.error("the engine did not stop within another %g s; exiting without it", _ENGINE_TIMEOUT)
+        logger.error("the engine did not stop within another %g s; exiting without it", _ENGINE_SECONDS)
         code = 1
+    listener.close()
     await runner.cleanup()
     logger.info("stopped")
     if code:
-        _exit(code)  # the engine's thread would keep the process alive
+        logging.shutdown()
+        end_process(code)  # the engine's thread would keep the process alive
     return code
 
 
-class _AccessLogger(AbstractAccessLogger):
-    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        if request.path not in OPEN_PATHS:
-            request_id = response.headers.get("X-Request-Id")
-            route = f"{request.method} {request.path!r}"
-            self.logger.info("%s %s: %d in %.3f s (%s)", request.remote, route, response.status, time, request_id)
+class _StopSignal:
+    """The first SIGTERM or SIGINT after someone waits for it. Any other ends the process."""
+
+    def __init__(self):
+        self._stop, self._waiting = asyncio.Event(), False
+        loop = asyncio.get_running_loop()
+        for number in _NUMBERS:
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    async def wait(self) -> None:
+        self._waiting = True
+        await self._stop.wait()
+
+    def _on_signal(self, number: int) -> None:
+        if not self._waiting or self._stop.is_set():
+            what = "second signal" if self._stop.is_set() else "interrupted while the model was loading"
+            logger.warning("%s: exiting at once", what)
+            logging.shutdown()
+            end_process(128 + number)
+        self._stop.set()
 
 
-def _signal_event() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; the second signal ends the process."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+def _end_after(seconds: float) -> None:
+    """Ends the process after this time, whatever keeps it."""
 
-    def on_signal(number: int) -> None:
-        if stop.is_set():
-            logger.warning("second signal: exiting at once")
-            _exit(128 + number)
-        stop.set()
+    def end() -> None:
+        logger.error("still not stopped after %g s; exiting", seconds)
+        end_process(1)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    return stop
-
-
-def _exit(code: int) -> None:
-    logging.shutdown()
-    os._exit(code)
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()

@@ -15,6 +15,7 @@ from aiohttp import web
 from omni_jax.requests import EngineError
 from serving.http.chat import chat_completions
 from serving.http.completions import completions
+from serving.http.connections import OPEN_PATHS, Connection
 from serving.http.errors import ARRIVAL, REQUEST_ID, ApiError, error_middleware
 from serving.http.media import open_session
 from serving.http.metrics import CONTENT_TYPE, Metrics
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_SIZE = 64 * 2**20  # bytes: several photographs in base64
 TEXT_THREADS = 2
 MEDIA_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # need no API key: for probes and scrapers
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -50,8 +49,8 @@ def make_app(
 ) -> web.Application:
     """The OpenAI-compatible app over a started engine.
 
-    Run it with `handler_cancellation=True`, as `serving.http.lifecycle` does, so that a client's disconnect aborts its
-    request.
+    Run it with `handler_cancellation=True` and `serving.http.connections.listen`, as `serving.http.lifecycle` does, so
+    that a client's disconnect aborts its request, and a client that is too slow loses its connection.
 
     Args:
         settings: they must have at least one served_model_name.
@@ -66,6 +65,7 @@ def make_app(
         engine=engine,
         names=settings.served_model_name,
         max_body_size=settings.max_body_size,
+        body_timeout=settings.body_timeout,
         metrics=Metrics(
             stats=engine.stats,
             info=engine.info,
@@ -118,6 +118,8 @@ async def _arrived(request: web.Request, handler: Handler) -> web.StreamResponse
     """Notes the time, before the body is read. Takes X-Request-Id for the response header and the log; ids of engine
     requests are always the server's own."""
     request[ARRIVAL] = time.monotonic()
+    if isinstance(request.protocol, Connection):
+        request.protocol.head_was_read()
     given = request.headers.get("X-Request-Id")
     request[REQUEST_ID] = given if header_safe(given) else new_id("req")
     return await handler(request)

@@ -28,7 +28,12 @@ class ServerSettings(Settings):
         port: Port to listen on; 0 takes a free one.
         served_model_name: Names of the model in the API. Default: the name of the model's directory.
         max_body_size: Maximum number of bytes of a request's body. An image in it takes a third more than its file.
-        shutdown_timeout: Seconds that running requests get to finish after SIGTERM or SIGINT.
+        shutdown_timeout: Seconds that running requests get to finish after SIGTERM or SIGINT. The process ends at most
+            five seconds later.
+        header_timeout: Seconds in which the head of a request must arrive, from the connection or from its first byte.
+        body_timeout: Seconds in which the body of a request must arrive.
+        keep_alive_timeout: Seconds after which a connection without a request is closed.
+        send_timeout: Seconds after which a connection is closed whose client reads nothing of its response.
         access_log: Log a line for each request.
     """
 
@@ -36,7 +41,11 @@ class ServerSettings(Settings):
     port: Annotated[int, Ge(0), Le(65535)] = 8000
     served_model_name: tuple[str, ...] = ()
     max_body_size: Annotated[int, Ge(1)] = 64 * 2**20
-    shutdown_timeout: Annotated[float, Ge(0), Lt(math.inf)] = 30.0
+    shutdown_timeout: Annotated[float, Ge(0), Lt(math.inf)] = 20.0
+    header_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 20.0
+    body_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 120.0
+    keep_alive_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 75.0
+    send_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 60.0
     access_log: bool = True
 
     def __post_init__(self):

@@ -27,7 +27,8 @@ class Server:
     Attributes:
         engine: runs the requests.
         names: model names that requests may use; responses to requests that name none have the first.
-        max_body_size: maximum size of a request body in bytes.
+        max_body_size: maximum size of a request body in bytes, before and after decompression.
+        body_timeout: seconds in which the body of a request must arrive.
         metrics: for /metrics.
         cutter: cuts prompts into segments.
         media: limits of images and videos.
@@ -42,6 +43,7 @@ class Server:
     engine: "AsyncEngine"
     names: tuple[str, ...]
     max_body_size: int
+    body_timeout: float
     metrics: Metrics
     cutter: PromptCutter
     media: MediaSettings

@@ -1,9 +1,11 @@
 """HTTP bodies: reading JSON, writing JSON and server-sent events."""
 
+import asyncio
 import contextlib
 import logging
 import re
 import uuid
+import zlib
 from collections.abc import AsyncGenerator
 from typing import TypeGuard
 
@@ -20,16 +22,33 @@ _HEADER_SAFE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The raw body of a POST.
+    """The body of a POST, decompressed.
 
     Raises:
-        InvalidRequest: the Content-Type is not JSON.
-        ApiError: 413, the body is too large.
+        InvalidRequest: the Content-Type is not JSON, or the body is not compressed as its Content-Encoding says.
+        ApiError: 400, the body is malformed; 408, it did not arrive in time; 413, it is too large; 415, it has another
+            Content-Encoding than gzip and deflate.
     """
     if request.content_type != "application/json":
         given = request.headers.get("Content-Type", "nothing")[:100]
         raise InvalidRequest(f"Content-Type must be application/json, got {given!a}")
-    limit = request.app[SERVER].max_body_size
+    server = request.app[SERVER]
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip", "deflate"):
+        raise ApiError(415, f"Content-Encoding must be gzip or deflate, or left out, got {encoding[:100]!a}")
+    try:
+        async with asyncio.timeout(server.body_timeout):
+            raw = await _read(request, server.max_body_size)
+    except TimeoutError:
+        raise ApiError(408, f"the body of the request did not arrive within {server.body_timeout:g} s") from None
+    except web.RequestPayloadError:
+        raise ApiError(400, "the body of the request is malformed, or ended too early") from None
+    if encoding == "identity":
+        return raw
+    return await server.in_thread(_decompressed, raw, encoding, server.max_body_size)
+
+
+async def _read(request: web.Request, limit: int) -> bytes:
     if (request.content_length or 0) > limit:  # before reading any of it
         raise ApiError(413, f"the body has {request.content_length} bytes; this server accepts at most {limit}")
     body = bytearray()  # not request.read(), which keeps the body, with its images, until the response ends
@@ -38,6 +57,21 @@ async def read_body(request: web.Request) -> bytes:
         if len(body) > limit:
             raise ApiError(413, f"the body is larger than the {limit} bytes this server accepts")
     return bytes(body)
+
+
+def _decompressed(raw: bytes, encoding: str, limit: int) -> bytes:
+    """A gzip or zlib stream; as deflate, also one without zlib's header, as some clients send it."""
+    bare = encoding == "deflate" and raw[:1] and raw[0] & 0xF != zlib.DEFLATED
+    decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
+    try:
+        body = decoder.decompress(raw, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not {encoding}, as its Content-Encoding says: {error}") from None
+    if len(body) > limit:
+        raise ApiError(413, f"the decompressed body is larger than the {limit} bytes this server accepts")
+    if not decoder.eof or decoder.unused_data:
+        raise InvalidRequest(f"the body is not one whole {encoding} stream, as its Content-Encoding says")
+    return body
 
 
 def header_safe(name: str | None) -> TypeGuard[str]:

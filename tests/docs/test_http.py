@@ -11,6 +11,7 @@ from pydantic import BaseModel
 import serving.http
 from omni_jax.requests import InvalidRequest
 from serving.http import errors, response_models, server
+from serving.http.settings import ServerSettings
 from tests.docs.markdown import ROOT
 
 TEXT = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
@@ -101,4 +102,4 @@ def test_limits():
     assert f"at most {protocol.MAX_STOP_STRINGS} strings" in TEXT
     assert f"at most {protocol.MAX_STOP_TOKEN_IDS // 2} token ids" in TEXT
     assert f"integer 0 to {protocol.MAX_LOGPROBS}" in TEXT
-    assert f"({server.MAX_BODY_SIZE >> 20} MiB)" in TEXT
+    assert f"({ServerSettings().max_body_size >> 20} MiB)" in TEXT

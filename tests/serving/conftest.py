@@ -17,6 +17,7 @@ import omni_jax
 from omni_jax.requests import Completion, RequestOutput, RequestsFailed
 from serving.cli import main as cli
 from serving.http import lifecycle
+from serving.http.connections import listen
 from serving.http.server import make_app
 from serving.http.settings import SecuritySettings, ServerSettings
 from serving.http.state import SERVER
@@ -76,18 +77,22 @@ async def serving(
     engine: FakeEngine, *, served_model_name=("fake", "org/fake-2"), max_body_size=64 * 2**20, api_key=(), **options
 ) -> AsyncIterator[Client]:
     """A client of the app over an engine. `options`: allow_request_segment_policy, or arguments of `make_app`."""
-    options["settings"] = ServerSettings(served_model_name=tuple(served_model_name), max_body_size=max_body_size)
+    limits = {name: options.pop(name) for name in list(options) if name.endswith("_timeout")}
+    options["settings"] = settings = ServerSettings(
+        served_model_name=tuple(served_model_name), max_body_size=max_body_size, **limits
+    )
     allow = options.pop("allow_request_segment_policy", False)
     options["security"] = SecuritySettings(api_key=tuple(api_key), allow_request_segment_policy=allow)
     """A client of a server over the engine."""
     runner = web.AppRunner(make_app(engine, **options), handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
     sock = lifecycle.bind("127.0.0.1", 0)
-    await web.SockSite(runner, sock).start()
+    listener = await listen(runner, sock, settings)
     try:
         async with aiohttp.ClientSession() as session:
             yield Client(lifecycle.url(sock), session)
     finally:
+        listener.close()
         await runner.cleanup()
 
 
@@ -140,12 +145,13 @@ def served(monkeypatch, invoke):
     engine.AsyncEngine = make
     monkeypatch.setitem(sys.modules, "omni_jax.engine.async_engine", engine)
 
-    def run_server(make_engine, make_app, sock, *, shutdown_timeout, access_log):
+    def run_server(make_engine, make_app, sock, settings, *, alone):
         arguments.update(
             server=make_app(make_engine())[SERVER],
             port=sock.getsockname()[1],
-            timeout=shutdown_timeout,
-            access_log=access_log,
+            timeout=settings.shutdown_timeout,
+            access_log=settings.access_log,
+            alone=alone,
         )
         return 0
 

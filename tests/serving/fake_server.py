@@ -38,7 +38,7 @@ def main() -> int:
         make_engine,
         lambda engine: make_app(engine, settings=ServerSettings(served_model_name=("fake",))),
         sock,
-        shutdown_timeout=float(sys.argv[2]),
+        ServerSettings(shutdown_timeout=float(sys.argv[2])),
     )
 
 

@@ -74,7 +74,7 @@ def test_serve_passes_its_flags_on(invoke, served, tmp_path):
     assert invoke("serve", str(tmp_path), "--port", "0").exit_code == 0
     assert served["config"] == EngineConfig(model_dir=tmp_path)
     assert served["server"].names == (tmp_path.name,)
-    assert (served["timeout"], served["access_log"]) == (30, True)
+    assert (served["timeout"], served["access_log"]) == (20, True)
     flags = {
         "max_model_len": 100,
         "max_num_seqs": 4,

@@ -30,7 +30,7 @@ def golden_text(tokens: int) -> str:
 
 
 def command(*arguments) -> list[str]:
-    return [sys.executable, "-m", "serving.cli.main", *map(str, arguments)]
+    return [sys.executable, "-m", "serving.cli.start", *map(str, arguments)]
 
 
 def test_generate_prints_what_the_engine_answers():
@@ -48,6 +48,26 @@ def test_generate_prints_what_the_engine_answers():
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"prompt": prompt, "text": answer.text, "finish_reason": "length"}
+
+
+def test_op_01_a_signal_while_the_model_is_loading_ends_the_server(tmp_path):
+    flags = [flag for flag in FLAGS if "cache-dir" not in flag]  # an empty cache: it compiles for seconds
+    process = subprocess.Popen(
+        command("serve", checkpoint("llama"), "--port=0", *flags, f"--compilation-cache-dir={tmp_path}"),
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if "KV cache:" in line:  # what follows is compiled
+            break
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted while the model was loading" in rest
+    assert "Traceback" not in rest
+    assert not list(tmp_path.glob("**/*.partial"))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,178 @@
+"""Connections of clients: time limits, malformed requests and the access log."""
+
+import asyncio
+import logging
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+from aiohttp.http_exceptions import LineTooLong
+
+from serving.http.errors import REQUEST_ID, ApiError, to_api_error
+from serving.http.settings import ServerSettings
+from serving.http.wire import new_id
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # need no API key: for probes and scrapers
+MAX_LOGGED_PATH = 200  # characters
+_BACKLOG = 1024
+
+
+async def listen(runner: web.AppRunner, sock: Any, settings: ServerSettings) -> asyncio.Server:
+    """Accepts connections for the app of a runner that was set up."""
+    server = runner.server
+    assert server is not None
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(lambda: Connection(server, settings), sock=sock, backlog=_BACKLOG)
+
+
+class Connection(web.RequestHandler):
+    """A connection of a client, with the time limits that aiohttp's own connections lack.
+
+    A client that does not send a whole head in time, or does not read what it was sent, loses its connection, so that
+    it holds neither a file descriptor nor memory. Handlers limit the time of a body (`wire.read_body`).
+    """
+
+    def __init__(self, server: web.Server, settings: ServerSettings):
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=settings.keep_alive_timeout,
+            access_log=cast(logging.Logger, logger if settings.access_log else None),
+            access_log_class=AccessLogger,
+            auto_decompress=False,  # it runs on the event loop; see wire.read_body
+        )
+        self._settings = settings
+        self._socket: asyncio.Transport | None = None  # until it is closed; `transport` is until it closes
+        self._handling = self._began = False  # whether a request is handled; whether any byte of a head was read
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._socket = cast(asyncio.Transport, transport)
+        self._socket.set_write_buffer_limits(high=0)  # `pause_writing` as soon as the client does not read
+        self._expect_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._socket = None
+        for timer in (self._head_timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._handling:
+            self._began = True
+            if self._head_timer is None:  # of the first request it runs since the connection was made
+                self._expect_head()
+        super().data_received(data)
+
+    def head_was_read(self) -> None:
+        """The app calls this when it begins to handle a request."""
+        self._handling, self._began = True, False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
+        super().log_access(request, response, time)
+        self._handling = False  # aiohttp calls this at the end of every response
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unsent(self._unsent)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The response to a request that the app has not seen because it is malformed, or in which the app failed."""
+        request_id = request[REQUEST_ID] = request.get(REQUEST_ID) or new_id("req")
+        if status >= 500:
+            error = to_api_error(exc or RuntimeError(f"unhandled, status {status}"), request_id)
+        elif isinstance(exc, LineTooLong):
+            error = ApiError(431, f"the target or a header has more than {self.max_field_size} bytes")
+        else:
+            first_line = (message or "").partition("\n")[0].rstrip(":")  # what follows quotes the client's bytes
+            error = ApiError(400, f"the request is not HTTP as this server reads it: {first_line[:MAX_LOGGED_PATH]}")
+        if status < 500:
+            logger.info("%s: %d, %s (%s)", request.remote, error.status, ascii(error.message)[1:-1], request_id)
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the response was sent already")
+        response = error.response()
+        response.headers["X-Request-Id"] = request_id
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Sends a response; an error that aiohttp raised outside the app's middleware gets this server's body."""
+        if isinstance(resp, web.HTTPException) and resp.status >= 400:
+            request_id = request.get(REQUEST_ID) or new_id("req")
+            resp = to_api_error(resp, request_id).response()
+            resp.headers["X-Request-Id"] = request_id
+            resp.force_close()
+        return await super().finish_response(request, resp, start_time)
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        if isinstance(kw.get("exc_info"), web.RequestPayloadError):
+            return  # the rest of a body, which nobody needs
+        super().log_exception(*args, **kw)
+
+    def _expect_head(self) -> None:
+        self._head_timer = self._loop.call_later(self._settings.header_timeout, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._handling or self._socket is None:
+            return
+        if self._began:  # otherwise it sent nothing, and does not wait for an answer
+            seconds = self._settings.header_timeout
+            logger.info("%s: no whole request head within %g s; closed", self.peername, seconds)
+            body = ApiError(408, f"the head of the request did not arrive within {seconds:g} s").body().encode()
+            head = (
+                "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json; charset=utf-8\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            )
+            self._socket.write(head.encode() + body)
+        self.force_close()
+
+    @property
+    def _unsent(self) -> int:
+        return 0 if self._socket is None else self._socket.get_write_buffer_size()
+
+    def _watch_unsent(self, before: int) -> None:
+        """Closes the connection if the client takes none of its response for a whole send_timeout."""
+        self._send_timer = self._loop.call_later(self._settings.send_timeout, self._check_unsent, before)
+
+    def _check_unsent(self, before: int) -> None:
+        if self._socket is None:
+            return
+        if self._unsent < before:
+            self._watch_unsent(self._unsent)
+            return
+        logger.info("%s does not read its response: closed after %g s", self.peername, self._settings.send_timeout)
+        self._socket.abort()
+
+
+class AccessLogger(AbstractAccessLogger):
+    """Logs a line per request, except for probes and scrapers. Malformed requests have a line already."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        if request.path in OPEN_PATHS or request.method == "UNKNOWN":
+            return
+        path = request.path if len(request.path) <= MAX_LOGGED_PATH else request.path[: MAX_LOGGED_PATH - 3] + "..."
+        request_id = response.headers.get("X-Request-Id")
+        route = f"{request.method[:20]} {path!a}"
+        self.logger.info("%s %s: %d in %.3f s (%s)", request.remote, route, response.status, time, request_id)
