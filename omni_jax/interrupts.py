@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 GRACE_SECONDS = 1.0  # that a command has to remove its partial files and to end its child processes
 
@@ -33,7 +33,7 @@ def run(command: Callable[[], object]) -> NoReturn:
         signal.signal(number, _interrupt)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # at once, even if this thread is in C++
     threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
-    code: object = 0
+    code: Any = 0
     try:
         code = command()
     except (KeyboardInterrupt, SystemExit) as error:

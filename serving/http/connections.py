@@ -99,7 +99,8 @@ class Connection(web.RequestHandler):
         """The response to a request that the app has not seen because it is malformed, or in which the app failed."""
         request_id = request[REQUEST_ID] = request.get(REQUEST_ID) or new_id("req")
         if status >= 500:
-            error = to_api_error(exc or RuntimeError(f"unhandled, status {status}"), request_id)
+            failure = exc if isinstance(exc, Exception) else RuntimeError(f"unhandled, status {status}")
+            error = to_api_error(failure, request_id)
         elif isinstance(exc, LineTooLong):
             error = ApiError(431, f"the target or a header has more than {self.max_field_size} bytes")
         else:
