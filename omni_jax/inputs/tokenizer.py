@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -252,6 +253,10 @@ class Tokenizer:
                 f"the chat template cannot render these messages: {reason}", param="messages"
             ) from error
         return self._control.encode(rendered, nonce)
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template mentions a variable."""
+        return re.search(rf"\b{name}\b", str(self._hf.chat_template)) is not None
 
     def _count_added_tokens(self, *media: Mapping[str, str]) -> int:
         """Count the added tokens that the template writes for a message of text and these parts; -1 if it fails.

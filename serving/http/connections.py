@@ -97,7 +97,7 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """The response to a request that the app has not seen because it is malformed, or in which the app failed."""
-        request_id = request[REQUEST_ID] = request.get(REQUEST_ID) or new_id("req")
+        request_id = request[REQUEST_ID] = request.get(REQUEST_ID) or new_id()
         if status >= 500:
             failure = exc if isinstance(exc, Exception) else RuntimeError(f"unhandled, status {status}")
             error = to_api_error(failure, request_id)
@@ -120,7 +120,7 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Sends a response; an error that aiohttp raised outside the app's middleware gets this server's body."""
         if isinstance(resp, web.HTTPException) and resp.status >= 400:
-            request_id = request.get(REQUEST_ID) or new_id("req")
+            request_id = request.get(REQUEST_ID) or new_id()
             resp = to_api_error(resp, request_id).response()
             resp.headers["X-Request-Id"] = request_id
             resp.force_close()

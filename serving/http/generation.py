@@ -4,7 +4,9 @@ A module for one endpoint defines an `Endpoint`, which holds what differs, and p
 """
 
 import dataclasses
+import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -14,12 +16,14 @@ from pydantic import BaseModel
 from omni_jax.inputs import Prompt
 from omni_jax.requests import Delta, Request
 from serving.http.engine_streams import PromptDelta, check_open, merged, stream_deltas
-from serving.http.errors import ARRIVAL, REQUEST_ID
-from serving.http.request_models import GenerationRequest, read_object, validate
+from serving.http.errors import ARRIVAL, REQUEST_ID, bounded_repr
+from serving.http.request_models import GenerationRequest, ignored_fields, read_object, validate
 from serving.http.response_models import PromptTokensDetails, Usage
 from serving.http.sampling import sampling_params
 from serving.http.state import SERVER, Server
-from serving.http.wire import header_safe, json_response, new_id, read_body, serve_events
+from serving.http.wire import json_response, name_request, read_body, serve_events
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=GenerationRequest)
 
@@ -73,9 +77,7 @@ class Endpoint(Generic[R]):
 async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamResponse:
     """Answers a POST to `endpoint`, whole or as a stream."""
     server = request.app[SERVER]
-    call = await _prepare(server, endpoint, await read_body(request), request[ARRIVAL])
-    if header_safe(call.request.request_id):
-        request[REQUEST_ID] = call.request.request_id
+    call = await _prepare(server, endpoint, request)
     async with stream_deltas(server, call.engine_requests) as batches:
         if call.request.stream:
             return await serve_events(request, endpoint.make_chunks(server, call, batches))
@@ -83,11 +85,14 @@ async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamR
         return await server.in_thread(_whole_response, server, endpoint, call, deltas)
 
 
-async def _prepare(server: Server, endpoint: Endpoint[R], raw: bytes, arrival: float) -> Call[R]:
-    body, request, model = await server.in_thread(_read_request, server, endpoint.request_type, raw)
+async def _prepare(server: Server, endpoint: Endpoint[R], http: web.Request) -> Call[R]:
+    body, request, model = await server.in_thread(_read_request, server, endpoint.request_type, await read_body(http))
+    name_request(http, request.request_id)
     check_open(server)  # before media are fetched and texts tokenised; submission checks again
+    if ignored := ignored_fields(endpoint.request_type, body):
+        logger.info("request %s: ignored unknown fields: %s", http[REQUEST_ID], bounded_repr(ignored))
     prompts = await endpoint.make_prompts(server, request, body)
-    response_id = new_id(endpoint.id_prefix)
+    response_id, arrival = f"{endpoint.id_prefix}-{http[REQUEST_ID]}", http[ARRIVAL]
     return Call(
         id=response_id,
         created=int(time.time()),
@@ -124,7 +129,8 @@ def _engine_requests(
     queued_at, slo = time.monotonic(), request.slo()
     return tuple(
         Request(
-            id=response_id if len(prompts) == 1 else f"{response_id}-{position}",
+            # Clients may use an id twice, but the engine may not.
+            id=f"{response_id if len(prompts) == 1 else f'{response_id}-{position}'}-{uuid.uuid4().hex[:8]}",
             prompt_ids=prompt.ids,
             params=params[position],
             arrival=arrival,

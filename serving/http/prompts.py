@@ -48,7 +48,7 @@ async def render(server: Server, conversation: Conversation, body: Mapping[str, 
         parts = await server.in_thread(_checked_parts, server, conversation, vision)
         slots = asyncio.Semaphore(MAX_FETCHES)
         items = await _gather_or_cancel([_load(server, part, vision.settings, slots) for part in parts])
-    make = partial(chat_prompt, **conversation.template_arguments(body))
+    make = partial(chat_prompt, **conversation.template_arguments(body, reads=tokenizer.template_reads))
     return await server.in_thread(make, tokenizer, vision and vision.config, conversation.messages, items)
 
 

@@ -1,12 +1,12 @@
 """Models of the API requests: OpenAI's fields and vLLM's additions.
 
-Unknown fields are ignored, as in OpenAI and vLLM. Known fields that are not supported yet and would change the response
-are rejected by name. JSON null means that a field is absent. Values are not coerced: "1" and true are not numbers.
+`fields` says what happens to fields that are not in these models. JSON null means that a field is absent. 4.0 is the
+integer 4, as in JSON Schema. Other values are not converted: "1" and true are not numbers, as in OpenAI's API.
 """
 
 import json
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,48 +15,30 @@ from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_ST
 from omni_jax.requests.slo import SLO
 from serving.http import strict_json
 from serving.http.errors import bounded_repr
+from serving.http.fields import check_endpoint, check_refused, unknown_fields
 
 MAX_PROMPTS = 2048  # prompts in one /v1/completions request
 MAX_CHOICES = 8192  # prompts times n
 MAX_POLICY_SIZE = 16384  # characters of a segment policy as JSON; 64 named regions take about 4,000
 MAX_CACHE_SALT = 512  # characters
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 # Preprocessing option of images and videos that a request may set -> type of its value.
 PROCESSOR_OPTIONS: dict[str, type] = {"min_pixels": int, "max_pixels": int, "fps": float, "num_frames": int}
 
 
-# Unsupported field -> values that change nothing. Others would change the response, so they are rejected.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "media_io_kwargs": ({},),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "return_prompt_text": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (),
-    "web_search_options": (),
-}
+def integer(value: Any) -> Any:
+    """4.0 as 4; JSON has one type for both. Anything else as it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def integers(value: Any) -> Any:
+    """A list with each item as an `integer`. Anything else as it is."""
+    return [integer(item) for item in value] if isinstance(value, list) and float in map(type, value) else value
+
+
+Integer = Annotated[int, BeforeValidator(integer)]
 
 
 class _Strict(BaseModel):
@@ -101,26 +83,28 @@ class GenerationRequest(_Strict):
     request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[Integer, Field(ge=1, le=MAX_N)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    seed: Integer | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
     stop: Annotated[str | list[str] | None, BeforeValidator(_check_string_or_list)] = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS), BeforeValidator(integers)] | None
+    ) = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool | None = None
-    priority: int | None = None
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[Integer, Field(ge=1, le=MAX_N)] | None = None
+    priority: Integer | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
@@ -130,8 +114,12 @@ class GenerationRequest(_Strict):
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
         self.slo()
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest(
+                f"best_of is not supported yet unless it equals n, got {self.best_of}", param="best_of"
+            )
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
         return self
@@ -173,22 +161,9 @@ class CompletionRequest(GenerationRequest):
     default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
 
     prompt: Any = None  # validated in prompts(), because a pydantic union would collect one error per token
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
-    mm_processor_kwargs: Any = None
-
-    @model_validator(mode="after")
-    def _check_completion_fields(self) -> Self:
-        if self.mm_processor_kwargs:
-            raise InvalidRequest(
-                "mm_processor_kwargs is only allowed in /v1/chat/completions", param="mm_processor_kwargs"
-            )
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest(
-                f"best_of is not supported yet unless it equals n, got {self.best_of}", param="best_of"
-            )
-        return self
 
     def requested_logprobs(self) -> tuple[int | None, int | None]:
         for_prompt = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]
@@ -200,7 +175,7 @@ class CompletionRequest(GenerationRequest):
         Raises:
             InvalidRequest: prompts are absent, empty, of a wrong type, or too many.
         """
-        given = self.prompt
+        given = integers(self.prompt)
         if isinstance(given, str) or (isinstance(given, list) and given and _is_token_list(given)):
             given = [given]
         if not isinstance(given, list):
@@ -213,6 +188,7 @@ class CompletionRequest(GenerationRequest):
             )
         if not given or not all(given):
             raise InvalidRequest("prompt must not be empty: send at least one token", param="prompt")
+        given = [integers(prompt) for prompt in given]
         texts = all(isinstance(prompt, str) for prompt in given)
         if not texts and not all(isinstance(prompt, list) and _is_token_list(prompt) for prompt in given):
             raise InvalidRequest(f"prompt must be {_PROMPT_TYPES}, got {bounded_repr(given)}", param="prompt")
@@ -241,10 +217,11 @@ class Conversation(_Strict):
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -255,22 +232,37 @@ class Conversation(_Strict):
             )
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest(
-                f"tool_choice must be 'none' or 'auto'; {bounded_repr(self.tool_choice)} is not supported yet",
+                f"tool_choice must be 'none'; {bounded_repr(self.tool_choice)} is not supported yet",
                 param="tool_choice",
             )
         if self.tool_choice == "auto" and not self.tools:
             raise InvalidRequest("tool_choice is only allowed with tools", param="tool_choice")
+        if self.parallel_tool_calls is False and not self.tools:
+            raise InvalidRequest("parallel_tool_calls is only allowed with tools", param="parallel_tool_calls")
         return self
 
-    def template_arguments(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def template_arguments(self, body: Mapping[str, Any], *, reads: Callable[[str], bool]) -> dict[str, Any]:
         """Keyword arguments of `Tokenizer.render_chat`.
 
         Args:
             body: the JSON body, for the tools as the client sent them: `Tool` keeps only some of their fields.
+            reads: whether the chat template reads a variable.
+
+        Raises:
+            InvalidRequest: the chat template has no use for reasoning_effort.
         """
         kwargs = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
+        if (effort := self.reasoning_effort) is not None:
+            # As in vLLM, which also switches thinking on or off for templates that know no efforts.
+            chosen = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+            chosen = {name: value for name, value in chosen.items() if reads(name)}
+            if not chosen and effort != "none":
+                raise InvalidRequest(
+                    f"reasoning_effort {effort!r} has no effect on this model: its chat template reads neither "
+                    "reasoning_effort nor enable_thinking; leave it out",
+                    param="reasoning_effort",
+                )
+            kwargs = chosen | kwargs
         continues = bool(self.continue_final_message)
         prompts = self.add_generation_prompt
         return {
@@ -287,15 +279,19 @@ class ChatRequest(GenerationRequest, Conversation):
     prompt_field: ClassVar[str] = "messages"
 
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    max_completion_tokens: int | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_completion_tokens: Integer | None = None
 
     @model_validator(mode="after")
     def _check_chat_fields(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
-        if self.echo:
-            raise InvalidRequest("echo is not supported for chats; use /v1/completions", param="echo")
+        if self.tools and self.tool_choice != "none":
+            raise InvalidRequest(
+                "tools are not supported yet: this server does not find tool calls in the model's text; leave tools "
+                "out, or send tool_choice 'none' with them",
+                param="tools",
+            )
         return self
 
     def without_media(self) -> Self:
@@ -330,7 +326,19 @@ class DetokenizeRequest(_Strict):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(fail_fast=True), BeforeValidator(integers)]
+
+
+_PATHS: dict[type[BaseModel], str] = {CompletionRequest: "/v1/completions", ChatRequest: "/v1/chat/completions"}
+
+
+def _other_endpoint(kind: type[BaseModel]) -> type[BaseModel]:
+    return ChatRequest if kind is CompletionRequest else CompletionRequest
+
+
+def ignored_fields(kind: type[BaseModel], body: Mapping[str, Any]) -> list[str]:
+    """Fields of an endpoint's body that no endpoint knows."""
+    return unknown_fields(body, kind.model_fields.keys() | _other_endpoint(kind).model_fields.keys())
 
 
 R = TypeVar("R", bound=BaseModel)
@@ -340,20 +348,20 @@ def read_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in a body.
 
     Raises:
-        InvalidRequest: the body is not a JSON object, or has a field that is not supported.
+        InvalidRequest: the body is not a JSON object.
     """
     body = strict_json.loads(raw)
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {bounded_repr(body)}")
-    for name, neutral in _UNSUPPORTED.items():
-        value = body.get(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequest(f"{name} is not supported yet, got {bounded_repr(value)}", param=name)
     return body
 
 
 def validate(kind: type[R], body: dict[str, Any]) -> R:
-    """`body` as a `kind`. Raises InvalidRequest for the first invalid field."""
+    """`body` as a `kind`. Raises InvalidRequest for the first field that is invalid or not supported."""
+    check_refused(body, kind.model_fields)
+    if kind in _PATHS:
+        other = _other_endpoint(kind)
+        check_endpoint(body, kind.model_fields, other.model_fields, path=_PATHS[other])
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -387,6 +395,8 @@ def processor_options(
                 f"{where} has the unknown option {bounded_repr(name)}; known here are {', '.join(known)}", param=param
             )
         whole = PROCESSOR_OPTIONS[name] is int
+        if whole:
+            options[name] = value = integer(value)
         if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < float("inf"):
             kind = "a whole number" if whole else "a number"
             raise InvalidRequest(f"{where}.{name} must be {kind} above 0, got {bounded_repr(value)}", param=param)

@@ -25,7 +25,7 @@ from serving.http.settings import MediaAccessSettings, MediaSettings, SecuritySe
 from serving.http.state import SERVER, Server
 from serving.http.stats import stats
 from serving.http.tokenization import detokenize, tokenize
-from serving.http.wire import header_safe, json_response, new_id
+from serving.http.wire import json_response, name_request
 
 if TYPE_CHECKING:
     from omni_jax.engine.async_engine import AsyncEngine
@@ -115,13 +115,11 @@ async def _resources(app: web.Application) -> AsyncIterator[None]:
 
 @web.middleware
 async def _arrived(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Notes the time, before the body is read. Takes X-Request-Id for the response header and the log; ids of engine
-    requests are always the server's own."""
+    """Notes the time and the id of a request, before the body is read."""
     request[ARRIVAL] = time.monotonic()
     if isinstance(request.protocol, Connection):
         request.protocol.head_was_read()
-    given = request.headers.get("X-Request-Id")
-    request[REQUEST_ID] = given if header_safe(given) else new_id("req")
+    name_request(request)
     return await handler(request)
 
 

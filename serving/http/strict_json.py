@@ -17,13 +17,13 @@ def loads(raw: bytes) -> Any:
     """Parses one JSON document.
 
     Raises:
-        InvalidRequest: bytes that are not UTF-8; text that is not JSON (RFC 8259); NaN, Infinity and numbers that
-            overflow a float, such as 1e400; integers of more than MAX_DIGITS digits; objects with a duplicate key
-            (parsers disagree on which one counts); nesting deeper than MAX_DEPTH; unpaired surrogate escapes, which
-            cannot be encoded again.
+        InvalidRequest: bytes that are not UTF-8, with or without a byte order mark; text that is not JSON (RFC 8259);
+            NaN, Infinity and numbers that overflow a float, such as 1e400; integers of more than MAX_DIGITS digits;
+            objects with a duplicate key (parsers disagree on which one counts); nesting deeper than MAX_DEPTH; unpaired
+            surrogate escapes, which cannot be encoded again.
     """
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     try:

@@ -7,7 +7,6 @@ import re
 import uuid
 import zlib
 from collections.abc import AsyncGenerator
-from typing import TypeGuard
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -74,14 +73,21 @@ def _decompressed(raw: bytes, encoding: str, limit: int) -> bytes:
     return body
 
 
-def header_safe(name: str | None) -> TypeGuard[str]:
-    """Whether a client's request id can be sent back in a header."""
-    return name is not None and _HEADER_SAFE.fullmatch(name) is not None
+def new_id() -> str:
+    """A new id of a request."""
+    return uuid.uuid4().hex
 
 
-def new_id(prefix: str) -> str:
-    """A unique id, independent of ids that clients send."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+def name_request(request: web.Request, chosen: str | None = None) -> None:
+    """Sets the id of a request: its X-Request-Id, else `chosen` by the body, else a new one.
+
+    Ids of responses contain it, as in vLLM, so the log has both. Ids that cannot be sent back in a header are ignored.
+    """
+    of_client = [
+        name for name in (request.headers.get("X-Request-Id"), chosen) if name and _HEADER_SAFE.fullmatch(name)
+    ]
+    if of_client or REQUEST_ID not in request:
+        request[REQUEST_ID] = of_client[0] if of_client else new_id()
 
 
 def json_response(model: BaseModel) -> web.Response:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 import serving.http
 from omni_jax.requests import InvalidRequest
 from serving.http import errors, response_models, server
+from serving.http.fields import HARMLESS, REFUSED
 from serving.http.settings import ServerSettings
 from tests.docs.markdown import ROOT
 
@@ -43,7 +44,6 @@ RESPONSES = [
     for model in vars(response_models).values()
     if isinstance(model, type) and issubclass(model, BaseModel) and model is not BaseModel
 ]
-UNSUPPORTED = next(value for value in vars(protocol).values() if isinstance(value, dict) and "guided_json" in value)
 
 
 def section(heading: str) -> str:
@@ -72,10 +72,15 @@ def test_every_field_of_the_tables_exists():
 
 def test_unsupported_fields_are_those_that_are_refused():
     listed = set(re.findall(r"`?(\w+)`", "`" + section("Unsupported fields").rpartition("\n\n`")[2]))
-    assert listed == set(UNSUPPORTED)
+    assert listed == set(REFUSED)
     for field in listed:
         with pytest.raises(InvalidRequest, match=field):
-            protocol.read_object(f'{{"{field}": "something"}}'.encode())
+            protocol.validate(protocol.ChatRequest, {field: "something"})
+
+
+def test_fields_that_are_ignored_are_those_that_are_harmless():
+    listed = set(re.findall(r"`?(\w+)`", "`" + section("Ignored fields").rpartition("\n\n`")[2]))
+    assert listed == HARMLESS
 
 
 def test_every_route_is_listed():

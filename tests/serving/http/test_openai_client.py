@@ -108,10 +108,17 @@ async def test_unsupported_fields_are_rejected_by_name(official):
         assert caught.value.param == field
 
 
-async def test_tools_reach_the_template(official, engine):
+async def test_tools_are_refused_until_calls_are_parsed(official, engine):
+    """langchain's bind_tools sends no tool_choice, and got prose without a word."""
     tools = [{"type": "function", "function": {"name": "ls", "parameters": {}}}]
-    await official.chat.completions.create(model="fake", messages=MESSAGES, tools=tools)
-    assert engine.requests[-1].prompt_ids == tuple(engine.tokenizer.render_chat(MESSAGES, tools=tools))
+    for stream in (False, True):
+        for choice in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
+            with pytest.raises(openai.BadRequestError, match="tools are not supported yet") as caught:
+                await official.chat.completions.create(
+                    model="fake", messages=MESSAGES, tools=tools, stream=stream, **choice
+                )
+            assert caught.value.param == "tools"
+    assert not engine.requests
     await official.chat.completions.create(model="fake", messages=MESSAGES, tools=tools, tool_choice="none")
     assert engine.requests[-1].prompt_ids == tuple(engine.tokenizer.render_chat(MESSAGES))
 

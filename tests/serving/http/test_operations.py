@@ -153,16 +153,42 @@ async def test_api_10_requests_with_equal_ids_are_independent(client, engine):
     status, answer = await second
     kept = next(request for request in engine.requests if request.id not in engine.aborted)
     assert (status, answer["choices"][0]["message"]["content"]) == (200, engine.answers(kept, 0))
-    assert answer["id"] == kept.id
+    assert answer["id"] == "chatcmpl-mine"  # the header comes before the body
+    assert kept.id.startswith("chatcmpl-mine-")
 
 
 async def test_engine_requests_have_the_id_of_the_response(client, engine):
     for ask in (client.chat, client.complete):
         _, answer = await ask(n=2)
-        assert [request.id for request in engine.requests] == [answer["id"]]
+        assert [request.id[:-9] for request in engine.requests] == [answer["id"]]
         engine.requests.clear()
     _, answer = await client.complete(["a", "b"])
-    assert [request.id for request in engine.requests] == [f"{answer['id']}-0", f"{answer['id']}-1"]
+    assert [request.id[:-9] for request in engine.requests] == [f"{answer['id']}-0", f"{answer['id']}-1"]
+
+
+async def test_ids_of_responses_contain_the_id_of_the_request(client, caplog):
+    """vLLM's rule: chatcmpl- and the header, else the body's request_id; the log has the one inside the other."""
+    for path, body, prefix in (
+        ("/v1/chat/completions", HELLO, "chatcmpl"),
+        ("/v1/completions", {"prompt": "hello"}, "cmpl"),
+    ):
+        for headers, fields, chosen in (
+            ({"X-Request-Id": "of-header"}, {"request_id": "of-body"}, "of-header"),
+            ({}, {"request_id": "of-body"}, "of-body"),
+            ({}, {}, None),
+            ({}, {"request_id": "not\nfit"}, None),
+        ):
+            caplog.clear()
+            with caplog.at_level("INFO"):
+                async with client.session.post(client.base + path, json=body | fields, headers=headers) as response:
+                    answer, name = await response.json(), response.headers["X-Request-Id"]
+            assert chosen in (None, name)
+            assert answer["id"] == f"{prefix}-{name}"
+            assert answer["id"] in next(r.getMessage() for r in caplog.records if "generated" in r.getMessage())
+            streamed = body | fields | {"stream": True}
+            async with client.session.post(client.base + path, json=streamed, headers=headers) as response:
+                name = response.headers["X-Request-Id"]
+                assert f'"id":"{prefix}-{name}"' in await response.text()
 
 
 async def test_request_ids_are_returned_in_the_header(client):
@@ -178,8 +204,8 @@ async def test_request_ids_are_returned_in_the_header(client):
     assert await header("my-id.7", n=0) == "my-id.7"
     assert await header(None, request_id="of-the-body") == "of-the-body"
     for invalid in (None, "x" * 129, "with space", "ünfit"):
-        assert re.fullmatch("req-[0-9a-f]{32}", await header(invalid))
-    assert re.fullmatch("req-[0-9a-f]{32}", await header(None, request_id="line\nbreak: 1"))
+        assert re.fullmatch("[0-9a-f]{32}", await header(invalid))
+    assert re.fullmatch("[0-9a-f]{32}", await header(None, request_id="line\nbreak: 1"))
 
 
 async def test_models_version_health(client):

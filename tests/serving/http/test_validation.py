@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from serving.http.fields import HARMLESS, REFUSED
+from serving.http.request_models import ChatRequest, CompletionRequest
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, FakeInfo
 
@@ -53,7 +55,7 @@ async def test_api_01_empty_prompts(client):
 
 
 async def test_prompts_of_wrong_types(client):
-    for prompt in (1, True, {"a": 1}, [1.5], ["a", 1], [[1], "a"], [[1, True]], [None], [[1], [2.0]]):
+    for prompt in (1, True, {"a": 1}, [1.5], ["a", 1], [[1], "a"], [[1, True]], [None], [[1], [2.5]]):
         await assert_rejected(client, COMPLETIONS, {"prompt": prompt}, param="prompt")
     for prompt in ([512], [-1], [[1], [2**70]]):
         await assert_rejected(client, COMPLETIONS, {"prompt": prompt}, param="prompt", match="vocabulary")
@@ -80,11 +82,16 @@ async def test_api_02_null_is_absent(client, engine):
         assert status == 200, answer
         assert (answer["choices"], answer["usage"]) == (plain["choices"], plain["usage"])
         assert engine.requests[-1].params == params
-    chat_fields = ("max_completion_tokens", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs")
-    _, plain = await client.chat()
-    for field in fields + chat_fields:
-        status, answer = await client.chat(**{field: None})
-        assert (status, answer.get("choices")) == (200, plain["choices"]), answer
+    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *REFUSED, *HARMLESS}
+    optional = known - {"messages", "prompt"}
+    assert {*fields, "tools", "max_completion_tokens", "structured_outputs"} < optional
+    for ask, path in ((client.chat, CHAT), (client.complete, COMPLETIONS)):
+        _, plain = await ask()
+        for field in optional:
+            status, answer = await ask(**{field: None})
+            assert (status, answer.get("choices")) == (200, plain["choices"]), answer
+        status, answer = await ask(**dict.fromkeys(optional))
+        assert (status, answer.get("choices")) == (200, plain["choices"]), (path, answer)
 
 
 async def test_api_04_logit_bias(client, engine):
@@ -129,9 +136,9 @@ async def test_numbers_out_of_range(client):
         "repetition_penalty": (0, -1, 1e-38, 1e38),
         "presence_penalty": (-2.1, 2.1),
         "frequency_penalty": (-2.1, 2.1),
-        "n": (0, -1, 129, 1.0, "2", True),
+        "n": (0, -1, 129, 1.5, "2", True),
         "max_tokens": (-1, 257, "5", 1.5, True),
-        "min_tokens": (-1, 200.0),
+        "min_tokens": (-1, 1.5, "1", True),
         "prompt_logprobs": (-1, 21),
         "stop": ("", [""], [1], 5, {"a": 1}),
         "stop_token_ids": ([-1], ["a"], [True], 7, list(range(33))),
@@ -160,6 +167,31 @@ async def test_api_08_seeds(client, engine):
         assert engine.requests[-1].params.seed == seed
     for seed in (2**63, 2**64, 1.5, True, -(2**63) - 1):
         await assert_rejected(client, COMPLETIONS, {"prompt": "a", "seed": seed}, param="seed")
+
+
+async def test_whole_numbers_may_be_written_with_a_point(client, engine):
+    """JSON Schema and other servers make no difference between 4 and 4.0. "4" is text, and true is no number."""
+    fields = {"n": 2, "max_tokens": 4, "min_tokens": 1, "seed": 7, "top_k": 5, "priority": 0, "best_of": 2}
+    lists = {"stop_token_ids": [4, 5]}
+    _, plain = await client.complete([5, 6], **fields, **lists, logprobs=1, prompt_logprobs=1)
+    expected = engine.requests[-1].params
+    floats = {name: float(value) for name, value in fields.items()} | {"stop_token_ids": [4.0, 5]}
+    for prompt in ([5.0, 6], [[5, 6.0]], [5.0, 6.0]):
+        status, answer = await client.complete(prompt, **floats, logprobs=1.0, prompt_logprobs=1.0)
+        assert (status, answer.get("choices")) == (200, plain["choices"]), answer
+        assert engine.requests[-1].params == expected
+    assert (await client.chat(**floats, logprobs=True, top_logprobs=2.0, max_completion_tokens=3.0))[0] == 200
+    assert (await client.post("/detokenize", {"tokens": [5.0]}))[0] == 200
+    for name in fields:
+        for value in (4.5, "4", True, [4]):
+            await assert_rejected(client, COMPLETIONS, {"prompt": "a", name: value}, param=name)
+            await assert_rejected(client, CHAT, {"messages": HELLO, name: value}, param=name)
+
+
+async def test_a_byte_order_mark_before_the_json_is_skipped(client):
+    for path, body in ((COMPLETIONS, b'{"prompt": "a"}'), (CHAT, json.dumps({"messages": HELLO}).encode())):
+        assert (await client.post(path, b"\xef\xbb\xbf" + body))[0] == 200
+    await assert_rejected(client, COMPLETIONS, b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "a"}', match="JSON")
 
 
 async def test_api_09_top_k(client, engine):
@@ -309,7 +341,7 @@ async def test_str_07_the_error_of_a_bad_streaming_request_is_json(client):
 
 
 async def test_bodies_that_are_not_json_objects(client):
-    for raw in (b"", b"{", b"[]", b'"a"', b"null", b"\xff", b"\xef\xbb\xbf{}", b"{'a': 1}", b'{"a": 1,}', b"\x00"):
+    for raw in (b"", b"{", b"[]", b'"a"', b"null", b"\xff", b"\xef\xbb\xbf", b"{'a': 1}", b'{"a": 1,}', b"\x00"):
         await assert_rejected(client, COMPLETIONS, raw)
     await assert_rejected(client, COMPLETIONS, b'{"prompt": "a", "prompt": "b"}', match="twice")
     await assert_rejected(client, COMPLETIONS, b'{"prompt": ' + b"[" * 100_000, match="")
