@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _counts = {"compiled": 0, "cache_hits": 0}
+_own = threading.local()  # .compiled: the same count for one thread
 _listening = False
 
 
@@ -31,6 +32,7 @@ def count_compilations() -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             with _lock:
                 _counts["compiled"] += 1
+            _own.compiled = compilations_here() + 1  # JAX calls this in the thread that compiles
 
     def on_event(event: str, **_: str | int) -> None:
         if event == "/jax/compilation_cache/cache_hits":
@@ -44,6 +46,11 @@ def count_compilations() -> None:
 def compilations() -> int:
     """Number of programs compiled or loaded from the compilation cache since `count_compilations`."""
     return _counts["compiled"]
+
+
+def compilations_here() -> int:
+    """The same number, of the calling thread only."""
+    return getattr(_own, "compiled", 0)
 
 
 def cache_hits() -> int:

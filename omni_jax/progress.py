@@ -129,4 +129,4 @@ def request_bar(wanted: bool | Callable[..., Any], total: int) -> Iterator[Calla
 def _count(stage: str, done: int, total: int) -> str:
     if stage == "load":
         return f"weights: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
-    return f"compiled: {done} of {total}" if stage == "compile" else f"{done} of {total}"
+    return f"programs: {done} of {total}" if stage == "compile" else f"{done} of {total}"

@@ -159,7 +159,6 @@ class Engine:
         self._gaps: collections.deque[float] = collections.deque(maxlen=1024)
         self._seconds: collections.deque[float] = collections.deque(maxlen=1024)
         self._last_ready = time.monotonic()
-        self.reset_compilation_count()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -240,10 +239,6 @@ class Engine:
 
         return Compression(ratio=schedule.ratio, compact=compact, min_rows=SINKS + WINDOW)
 
-    def reset_compilation_count(self) -> None:
-        """Count compilations from now on. Counts are per process, so replicas that start later would add to them."""
-        self._compiled_at_start = compat.compilations()
-
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache. Running requests continue."""
         self._scheduler.clear_prefix_cache()
@@ -275,6 +270,7 @@ class Engine:
         Raises:
             EngineError: steps keep failing. The engine cannot continue; end its requests with `fail`.
         """
+        compiled = compat.compilations_here()  # by other engines and by the user's own code before
         with compat.no_tracing() if self.config.forbid_tracing else contextlib.nullcontext():
             try:
                 deltas = self._advance()
@@ -287,6 +283,8 @@ class Engine:
                     ) from error
                 self._recover()
                 return []
+            finally:
+                self._stats.compiles_after_warmup += compat.compilations_here() - compiled
         return deltas
 
     def _advance(self) -> list[Delta]:
@@ -524,7 +522,6 @@ class Engine:
             blocks_swapped_out=self._blocks.swapped_out,
             blocks_swapped_in=self._blocks.swapped_in,
             tokens_dropped=self._blocks.dropped,
-            compiles_after_warmup=compat.compilations() - self._compiled_at_start,
             requests_finished=dict(self._stats.requests_finished),
             host_gap_seconds=tuple(self._gaps),
             step_seconds=tuple(self._seconds),

@@ -116,17 +116,17 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
 
     def on_compiled(executable, done, total):
         name = " ".join(map(str, executable.key))
-        logger.debug("compiled %-16s %6.2f s", name, executable.seconds)
+        logger.debug("ready: %-16s %6.2f s", name, executable.seconds)
         report("compile", done, total, name)
 
     executables = runner.start(on_compiled, (lambda: None) if channel is None else wait_until_all_compiled)
     seconds, hits = time.perf_counter() - begin, compat.cache_hits() - hits
     logger.info(
-        "%d executables ready in %.1f s, %d of %d programs from the compilation cache",
+        "%d executables ready in %.1f s: %d programs from the compilation cache, %d compiled",
         len(executables),
         seconds,
         hits,
-        compat.compilations() - compiled,
+        compat.compilations() - compiled - hits,
     )
     if isinstance(channel, Front):
         runner.broadcast = channel.broadcast

@@ -211,8 +211,6 @@ class Dispatcher:
 
     def finish_start(self) -> None:
         """Finish the start, when all replicas are ready."""
-        for replica in self.replicas:
-            replica.running_engine().reset_compilation_count()
         self._router = self._make_router()
 
     @property

@@ -23,7 +23,7 @@ class EngineStats:
         steps: counter, steps run.
         real_tokens: counter, tokens of steps without padding.
         padded_tokens: counter, tokens of padding in steps.
-        compiles_after_warmup: counter, programs compiled after the start; 0 unless there is a bug.
+        compiles_after_warmup: counter, programs compiled in steps; 0 unless there is a bug.
         requests_finished: counter by finish reason, one per continuation.
         corrupted_requests: counter, continuations ended because their logits were NaN.
         host_gap_seconds: upper bounds of the time that the device waited for the host, for the latest 1,024 steps; 0 if
@@ -85,7 +85,7 @@ _AVERAGED = (  # shares of equally large wholes, and speeds
     *("kv_cache_usage", "encoder_cache_usage"),
     *("store_bandwidth", "load_bandwidth", "disk_write_bandwidth", "disk_read_bandwidth"),
 )
-_SHARED = ("compiles_after_warmup", "block_size")  # equal in all replicas
+_SHARED = ("block_size",)  # equal in all replicas
 
 
 def total(replicas: Sequence[EngineStats]) -> EngineStats:

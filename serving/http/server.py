@@ -64,6 +64,7 @@ def make_app(
     server = Server(
         engine=engine,
         names=settings.served_model_name,
+        paths=_paths(engine.info.model_dir),
         max_body_size=settings.max_body_size,
         body_timeout=settings.body_timeout,
         metrics=Metrics(
@@ -103,6 +104,11 @@ def make_app(
     app.on_response_prepare.append(_send_request_id)
     app.cleanup_ctx.append(_resources)
     return app
+
+
+def _paths(model_dir: str) -> frozenset[str]:
+    """What clients may call the model besides its names: its path, as vLLM does, which they know from the command."""
+    return frozenset({os.path.normpath(model_dir), os.path.realpath(model_dir)})
 
 
 async def _resources(app: web.Application) -> AsyncIterator[None]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # imports JAX, which tests with a fake engine do not need
 
 T = TypeVar("T")
 
+MAX_PATH = 4096  # characters; a longer name is no path
+
 
 @dataclasses.dataclass(kw_only=True)
 class Server:
@@ -27,6 +30,7 @@ class Server:
     Attributes:
         engine: runs the requests.
         names: model names that requests may use; responses to requests that name none have the first.
+        paths: the model's directory, as given and resolved, by which requests may name it, too.
         max_body_size: maximum size of a request body in bytes, before and after decompression.
         body_timeout: seconds in which the body of a request must arrive.
         metrics: for /metrics.
@@ -42,6 +46,7 @@ class Server:
 
     engine: "AsyncEngine"
     names: tuple[str, ...]
+    paths: frozenset[str]
     max_body_size: int
     body_timeout: float
     metrics: Metrics
@@ -58,6 +63,8 @@ class Server:
         """The model name for the response. Raises ApiError 404 if the server does not serve the requested model."""
         if requested is None:
             return self.names[0]
+        if requested and os.path.normpath(requested[:MAX_PATH]) in self.paths:
+            return requested
         if requested not in self.names:
             served = ", ".join(repr(name) for name in self.names)
             raise ApiError(

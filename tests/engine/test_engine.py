@@ -426,17 +426,30 @@ def test_200_requests_of_random_lengths_compile_nothing(main):
     assert engine.stats().compiles_after_warmup == 0
 
 
+def test_what_others_compile_is_not_the_engine_s(main):
+    one, other = make_engine(main), make_engine(main)
+    jax.jit(lambda x: x + 12345)(np.arange(3))  # the user's own, between two steps and in the same thread
+    assert (one.stats().compiles_after_warmup, other.stats().compiles_after_warmup) == (0, 0)
+
+
 def test_sch_06_an_odd_budget_compiles_nothing(main):
     engine = make_engine(main, max_num_batched_tokens=37)
     run(engine, *(request(str(n), n, greedy(max_tokens=5)) for n in (1, 36, 37, 38, 64, 150)))
     assert engine.stats().compiles_after_warmup == 0
 
 
-def test_a_compilation_is_counted(main):
-    engine = make_engine(main)
-    before = engine.stats().compiles_after_warmup
-    jax.jit(lambda x: x * 3 + 1)(np.ones(7))
-    assert engine.stats().compiles_after_warmup == before + 1
+def test_a_compilation_in_a_step_is_counted(main, monkeypatch):
+    engine, other = make_engine(main, forbid_tracing=False), make_engine(main)
+    dispatch = main.runner.dispatch
+
+    def compiling(plan):
+        jax.jit(lambda x: x * 3 + 1)(np.ones(7))
+        return dispatch(plan)
+
+    monkeypatch.setattr(main.runner, "dispatch", compiling)
+    run(engine, request("a", 5, greedy(max_tokens=1)))
+    assert engine.stats().compiles_after_warmup > 0
+    assert other.stats().compiles_after_warmup == 0
 
 
 # -- failed steps (contract (e) of scheduling/scheduler.py) -----------------------------------------------------------

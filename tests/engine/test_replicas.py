@@ -39,7 +39,7 @@ def test_stats_of_replicas_are_combined():
     one, two = stats(), stats(kv_cache_usage=0.0, steps=5, step_seconds=(0.2, 0.3), compiles_after_warmup=2)
     both = total([one, two])
     assert (both.steps, both.kv_cache_usage, both.step_seconds) == (8, 0.25, (0.1, 0.2, 0.3))
-    assert both.compiles_after_warmup == 2, "counted per process"
+    assert both.compiles_after_warmup == 2
     assert both.requests_finished == {"stop": 0, "length": 0, "abort": 0, "error": 0}
     assert both.pool is not None
     assert (both.pool.block_size, both.pool.total, both.pool.free, both.pool.active) == (16, 20, 8, 10)

@@ -208,6 +208,17 @@ async def test_request_ids_are_returned_in_the_header(client):
     assert re.fullmatch("[0-9a-f]{32}", await header(None, request_id="line\nbreak: 1"))
 
 
+async def test_the_model_may_be_named_by_its_path(client, engine):
+    for name in ("/models/fake", "/models/fake/", "/models/./fake"):
+        for ask in (client.chat, client.complete):
+            status, answer = await ask(model=name)
+            assert (status, answer["model"]) == (200, name)
+    for name in ("/models", "/models/fake/config.json", "models/fake", "", "/models/fake\0", "/" * 5000 + "x"):
+        status, answer = await client.chat(model=name)
+        assert (status, answer["error"]["param"]) == (404, "model"), name
+    assert [card["id"] for card in (await client.get("/v1/models"))[1]["data"]] == ["fake", "org/fake-2"]
+
+
 async def test_models_version_health(client):
     status, answer = await client.get("/v1/models")
     assert (status, answer["object"]) == (200, "list")
