@@ -26,22 +26,28 @@ class ModelSettings(Settings):
         dtype: Type of the weights and the KV cache; auto is the checkpoint's own.
         attention_backend: Kernels that compute attention: triton needs an NVIDIA GPU from A100 on, mosaic an H100 or
             H200. auto takes the best that passes a test at the start, and xla where there is none.
+        tokenizer: Directory with tokenizer files that replace the model's own, such as the base model's.
         chat_template: File or Jinja text that replaces the model's chat template.
         generation_config: Source of sampling defaults, max_new_tokens among them: auto reads the model's
             generation_config.json, vllm uses none.
         seed: Default seed for requests that set none. Default: a new one at every start.
         compilation_cache_dir: Directory of compiled programs. Default: ~/.cache/omni-jax/xla.
         trust_remote_code: Accepted for vLLM's command lines. No code from a checkpoint is ever run.
+        enforce_eager: Accepted for vLLM's command lines. Steps are always compiled, before the first request.
+        load_format: Accepted for vLLM's command lines. Weights are read as the directory has them.
     """
 
     max_model_len: Count | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention_backend: Literal["auto", "xla", "triton", "mosaic"] = "auto"
+    tokenizer: Path | str | None = None
     chat_template: str | None = None
     generation_config: Literal["auto", "vllm"] = "auto"
     seed: int | None = None
     compilation_cache_dir: Path | str | None = None
     trust_remote_code: bool = False
+    enforce_eager: bool = False
+    load_format: Literal["auto", "safetensors"] = "auto"
 
     def __post_init__(self):
         super().__post_init__()
@@ -272,6 +278,11 @@ class EngineConfig(ModelSettings, CacheSettings, SchedulingSettings, EncoderSett
         super().__post_init__()
         if self.num_processes > 1 and self.swap_space:
             raise ValueError("swap_space needs all blocks in one process: leave it out with num_processes above 1")
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The directory of the tokenizer files."""
+        return Path(self.tokenizer or self.model_dir)
 
 
 def parse_mesh(text: str) -> tuple[int, int]:

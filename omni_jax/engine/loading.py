@@ -73,11 +73,11 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         )
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     checkpoint = Checkpoint(config.model_dir)
-    tokenizer = Tokenizer.from_directory(
-        Path(config.model_dir),
-        chat_template=config.chat_template,
-        has_tower=model_config(checkpoint.config).vision is not None,
-    )
+    for name in ("enforce_eager", "trust_remote_code"):
+        if getattr(config, name):
+            logger.info("%s has no effect; see docs/configuration.md", name)
+    stored = model_config(checkpoint.config)
+    tokenizer = read_tokenizer(config, stored.vocab_size, has_tower=stored.vision is not None)
     vision = _vision(config, model_config(checkpoint.config).vision)
     if vision is not None and channel is not None:
         raise ValueError("models that read images can only run in one process: leave out --num-processes")
@@ -163,6 +163,22 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         eos_token_ids=eos_ids,
         channel=channel,
     )
+
+
+def read_tokenizer(config: EngineConfig, vocab_size: int, *, has_tower: bool = False) -> Tokenizer:
+    """Read the tokenizer of a model with this vocabulary, and with or without a vision tower.
+
+    Raises:
+        FileNotFoundError, ValueError: see Tokenizer.from_directory; or it is another model's.
+    """
+    tokenizer = Tokenizer.from_directory(config.tokenizer_dir, chat_template=config.chat_template, has_tower=has_tower)
+    if config.tokenizer is not None and tokenizer.max_token_id >= vocab_size:
+        raise ValueError(
+            f"the tokenizer in {config.tokenizer} has token ids up to {tokenizer.max_token_id}, but the vocabulary of "
+            f"the model in {config.model_dir} has {vocab_size} (0 to {vocab_size - 1}): give the tokenizer that the "
+            "model was trained with"
+        )
+    return tokenizer
 
 
 def _join(config: EngineConfig) -> Front | Follower | None:

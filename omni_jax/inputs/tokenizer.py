@@ -38,6 +38,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: number of tokens in the vocabulary, including added ones.
+        max_token_id: largest id of the vocabulary without added tokens, of which some checkpoints have too many.
         special_ids: ids of the special (control) tokens.
         eos_token_id: the tokenizer's end-of-sequence token, or None; generation_config.json may list more.
         has_chat_template: whether render_chat can be used.
@@ -65,6 +66,7 @@ class Tokenizer:
         self._bos = self._backend.encode("").ids[:1]  # what the tokenizer adds before a text, if anything
         self._logged_bos = False
         self.vocab_size = len(vocab)
+        self.max_token_id = max(self._backend.get_vocab(with_added_tokens=False).values(), default=0)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_token_id = hf.eos_token_id if isinstance(hf.eos_token_id, int) else None
         self.has_chat_template = bool(hf.chat_template)
@@ -98,7 +100,8 @@ class Tokenizer:
         path = Path(path)
         if not (path / "tokenizer.json").is_file():
             raise FileNotFoundError(
-                f"no tokenizer.json in {path}; expected a model directory in Hugging Face layout, tokenizer included"
+                f"no tokenizer.json in {path}; expected a model directory in Hugging Face layout, tokenizer included; "
+                "--tokenizer names another directory for it"
             )
         try:
             json.loads((path / "tokenizer.json").read_bytes())  # the library's error has neither file nor cause

@@ -16,6 +16,7 @@ from omni_jax.settings import expected
 from serving.cli.options import SHORT_FORMS
 from serving.cli.sources import check_tokens, from_file, from_variables
 from serving.cli.support import BROKEN_PIPE, INTERRUPTED, usage_error
+from serving.cli.vllm_flags import advice
 
 _METAVARS = {"CHOICE": "NAME", "PATH|STR": "PATH", "STR|(MAPPING[STR, ANY])": "STR", "STR|(MAPPING[STR, INT])": "STR"}
 _NAME_WIDTH = 34  # of --no-enable-adaptive-compression, the longest flag
@@ -53,6 +54,8 @@ def _description(entry: HelpEntry) -> Any:
 
 def _in_a_line(error: Exception) -> str:
     """Cyclopts checks limits by itself once pydantic is imported, and repeats pydantic's three lines."""
+    if isinstance(error, UnknownOptionError) and (instead := advice(error.token.keyword or error.token.value or "")):
+        return instead
     if isinstance(error, UnknownOptionError) and re.match(r"-[^-]", error.token.value or error.token.keyword or ""):
         return "unknown option; a value that begins with - must be written as --flag=VALUE"  # it may be a secret
     cause, argument = error.__cause__, getattr(error, "argument", None)

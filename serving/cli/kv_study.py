@@ -20,6 +20,7 @@ _Engine = select(
     EngineConfig,
     *("max_num_seqs", "block_size", "dtype", "attention_backend", "kv_cache_memory_bytes", "gpu_memory_utilization"),
     "compilation_cache_dir",
+    "tokenizer",
 )
 
 
@@ -88,7 +89,7 @@ def kv_study(
     options = {name: value for name, value in options.items() if value is not None}
     options |= {"model_dir": config.model_dir, "max_model_len": config.max_model_len}
     try:
-        tokenizer = Tokenizer.from_directory(Path(config.model_dir))
+        tokenizer = Tokenizer.from_directory(config.tokenizer_dir)
         cut = cut_windows(read_texts(text), tokenizer, windows=windows, prompt_tokens=prompt_tokens, steps=decode_steps)
         out.mkdir(parents=True, exist_ok=True)
         with stage_bars() as progress:

@@ -4,6 +4,7 @@ Only commands with --config read them: `serve`, `chat` and `generate`, in which 
 is an error: a variable that a deployment left blank must not open the server or lift a limit.
 """
 
+import decimal
 import difflib
 import json
 import logging
@@ -85,15 +86,30 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
 
 
 def check_tokens(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuses empty values, and a fraction for an integer, which cyclopts would round."""
+    """Refuses empty values, and a fraction for an integer, which cyclopts would round. Writes integers such as 32k
+    out."""
     for argument in arguments:
-        for token in argument.tokens if argument.name.startswith("--") else ():
+        for place, token in enumerate(argument.tokens if argument.name.startswith("--") else ()):
             source = token.source if token.source not in ("", "cli") else argument.name
             if not token.value.strip() and token.implicit_value is UNSET:  # a switch has an implicit value
                 raise CycloptsError(msg=f"{source} is empty: give it a value, or leave it out")
             kinds = set(_kinds(argument.hint))
-            if int in kinds and not kinds & {float, str} and not re.fullmatch(r"[+-]?\d+", token.value):
+            if int in kinds and not kinds & {float, str} and (number := _written_out(token.value)) is not None:
+                argument.tokens[place] = Token(
+                    keyword=token.keyword, value=str(number), source=token.source, index=token.index
+                )
+            elif int in kinds and not kinds & {float, str} and not re.fullmatch(r"[+-]?\d+", token.value):
                 raise CycloptsError(msg=f"{source} must be an integer, got {token.value!r}")
+
+
+def _written_out(text: str) -> int | None:
+    """The integer of a text such as 32k (thousands) or 32K (1,024s), with vLLM's units; None if it is not like that."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text)
+    if match is None:
+        return None
+    power = 1 + "kmgt".index(match[2].lower())
+    value = decimal.Decimal(match[1]) * (1000 if match[2].islower() else 1024) ** power
+    return int(value) if value == int(value) else None
 
 
 def _flags(arguments: ArgumentCollection) -> dict[str, Argument]:

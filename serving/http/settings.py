@@ -35,6 +35,7 @@ class ServerSettings(Settings):
         keep_alive_timeout: Seconds after which a connection without a request is closed.
         send_timeout: Seconds after which a connection is closed whose client reads nothing of its response.
         access_log: Log a line for each request.
+        disable_log_requests: Accepted for vLLM's command lines. Prompts are never logged.
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +48,7 @@ class ServerSettings(Settings):
     keep_alive_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 75.0
     send_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 60.0
     access_log: bool = True
+    disable_log_requests: bool = False
 
     def __post_init__(self):
         super().__post_init__()
