@@ -22,7 +22,11 @@ from checkpoints.new_directory import new_directory
 Progress = Callable[[str, int, int], None]  # called with name, bytes done, total bytes
 
 _CHUNK_BYTES = 16 << 20  # dequantised float32 values in memory at once
-_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,8 @@ def convert_gguf(
     Args:
         source: the GGUF file.
         out: the directory to create; it appears only when it is complete.
-        dtype: dtype of the written weights: "float32" keeps the dequantised values exactly, "bfloat16" halves the size.
+        dtype: dtype of the written weights: "float32" keeps the dequantised values exactly, "bfloat16" and
+            "float16" halve the size.
         progress: called with (tensor name, bytes done, total bytes) as the weights are written.
 
     Returns:
@@ -260,7 +265,7 @@ def _write_weights(
     total = 0
     for target in targets:
         begin, total = total, total + int(np.prod(target.shape)) * dtype.itemsize
-        kind = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]
+        kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype.name]
         header[target.name] = {"dtype": kind, "shape": list(target.shape), "data_offsets": [begin, total]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -269,7 +274,13 @@ def _write_weights(
         stream.write(len(text).to_bytes(8, "little") + text)
         for target in targets:
             for rows in _row_chunks(tensors[target.source], target, head_dim):
-                done += stream.write(np.ascontiguousarray(rows.astype(dtype)).view(np.uint8).data)
+                with np.errstate(over="ignore"):
+                    cast = np.ascontiguousarray(rows.astype(dtype))
+                if dtype == np.float16 and not np.isfinite(cast).all():
+                    raise CheckpointError(
+                        f"tensor {target.source} has values beyond float16's range (65504): use bfloat16 or float32"
+                    )
+                done += stream.write(cast.view(np.uint8).data)
                 if progress is not None:
                     progress(target.name, done, total)
 

@@ -62,6 +62,7 @@ class Setup:
 SETUPS = {
     "main": Setup(decode=(1, 8), mixed=(16, 64), heads=("greedy", "sample", "full")),
     "bfloat16": Setup(decode=(2, 8), mixed=(16, 64), dtype="bfloat16"),
+    "float16": Setup(decode=(2, 8), mixed=(16, 64), dtype="half"),
     "qwen2_vl": Setup(variant="qwen2_vl", decode=(1, 8), mixed=(16, 64), patches=(128, 512)),
     "qwen2_5_vl": Setup(variant="qwen2_5_vl", decode=(8,), mixed=(64,), patches=(512,)),
 } | {variant: Setup(variant=variant) for variant in tiny.VARIANTS if variant != "llama"}

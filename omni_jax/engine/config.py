@@ -23,7 +23,8 @@ class ModelSettings(Settings):
     Attributes:
         max_model_len: Maximum number of tokens of prompt plus output. Default: what the model supports and the KV cache
             holds.
-        dtype: Type of the weights and the KV cache; auto is the checkpoint's own.
+        dtype: Type of the weights and the KV cache; auto is the checkpoint's own. float is float32, half is float16.
+            float16 ends at 65504, which activations of some models exceed.
         attention_backend: Kernels that compute attention: triton needs an NVIDIA GPU from A100 on, mosaic an H100 or
             H200. auto takes the best that passes a test at the start, and xla where there is none.
         tokenizer: Directory with tokenizer files that replace the model's own, such as the base model's.
@@ -38,7 +39,7 @@ class ModelSettings(Settings):
     """
 
     max_model_len: Count | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = "auto"
     attention_backend: Literal["auto", "xla", "triton", "mosaic"] = "auto"
     tokenizer: Path | str | None = None
     chat_template: str | None = None

@@ -95,6 +95,7 @@ class Engine:
         loaded = load(config, progress, replica)
         self.config, self.info, self.tokenizer = config, loaded.info, loaded.tokenizer
         self.vision = loaded.vision
+        self._range = "; float16 ends at 65504: try --dtype bfloat16" if self.info.dtype == "float16" else ""
         self._runner, self._encoder, self._channel = loaded.runner, loaded.runner.encoder, loaded.channel
         self._features = None
         if self._encoder is not None:
@@ -412,7 +413,7 @@ class Engine:
         params = sequence.request.params
         if sequence.finish_reason == "error":
             self._stats.corrupted_requests += 1
-            return self._ended(sequence, error="the model produced NaN logits")
+            return self._ended(sequence, error=f"the model produced NaN logits{self._range}")
         if token is None:
             return self._ended(sequence) if sequence.finish_reason is not None else None
         self._stats.generation_tokens += 1

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from checkpoints.reader import Checkpoint
 from kernels_pallas.paged_attention import PagedKernels
@@ -22,7 +20,7 @@ from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.memory import EncoderCache
-from omni_jax.models import ModelConfig, VisionConfig, Weights, load_weights, model_config
+from omni_jax.models import ModelConfig, VisionConfig, Weights, compute_dtype, load_weights, model_config
 from omni_jax.models.axis import MODEL
 from omni_jax.progress import StageReport
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
@@ -81,7 +79,7 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
     vision = _vision(config, model_config(checkpoint.config).vision)
     if vision is not None and channel is not None:
         raise ValueError("models that read images can only run in one process: leave out --num-processes")
-    dtype = _dtype(config.dtype, model_config(checkpoint.config).dtype)
+    dtype = compute_dtype(config.dtype, model_config(checkpoint.config).dtype)
     model, weights = load_weights(
         checkpoint,
         fit(model_config(checkpoint.config), mesh.shape[MODEL]),
@@ -90,7 +88,12 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         progress=lambda name, done, total: report("load", done, total, name),
     )
     logger.info(
-        "device %s; %s weights %.2f GB in %s", device.device_kind, model.architecture, weights.nbytes / 1e9, dtype
+        "device %s; %s weights %.2f GB in %s (%s)",
+        device.device_kind,
+        model.architecture,
+        weights.nbytes / 1e9,
+        dtype,
+        f"--dtype auto: config.json states {model.dtype}" if config.dtype == "auto" else f"--dtype {config.dtype}",
     )
 
     generation = checkpoint.generation_config
@@ -289,7 +292,7 @@ def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, k
     buckets = default_buckets(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        smallest_decode=2 if on_cpu and dtype == jnp.bfloat16 else 1,
+        smallest_decode=2 if on_cpu and dtype.itemsize == 2 else 1,
         overhead=16 if on_cpu else 256,
     )
     sizes = RunnerConfig(
@@ -395,16 +398,6 @@ def _needs(runner: Runner) -> dict[str, int]:
     if runner.encoder is not None:
         needs["features of images"] = bytes_per_device(runner.encoder.abstract_features)
     return needs
-
-
-def _dtype(wanted: str, stored: str) -> np.dtype:
-    if wanted not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype must be auto, float32 or bfloat16, got {wanted!r}")
-    chosen = wanted if wanted != "auto" else stored.removeprefix("torch.")
-    if (other := {"float16": "bfloat16", "float64": "float32"}.get(chosen)) is not None:
-        logger.info("converting the %s checkpoint to %s", chosen, other)
-        chosen = other
-    return np.dtype(jnp.dtype(chosen))
 
 
 def _default_cache() -> Path | None:

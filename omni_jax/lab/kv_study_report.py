@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 RESAMPLES = 2000
 FEW_WINDOWS = 50  # below this the report warns
 GROUP_STEPS = 16  # decode steps averaged in the figure
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,7 @@ class SimulatedBackend:
             "prefix_caching": arm.enable_prefix_caching,
             "recycling": arm.recycling_policy,
         }
-        dtype_bytes = 4 if settings.dtype == "float32" else 2
+        dtype_bytes = 4 if settings.dtype in ("float32", "float") else 2
         kv_bytes = ModelSizes.from_config(self._config).kv_bytes_per_token(dtype_bytes)
         vision, pixels = self._model.vision, settings.max_pixels or MAX_PIXELS
         if vision is not None and settings.encoder_layers_per_slice is not None:

@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from checkpoints.values import Values
 from omni_jax.models.rope import Rope, max_positions, rope_from_config
 
@@ -170,6 +173,21 @@ def _refuse_quantised(values: Values) -> None:
                 f"{values.file} has a {key} (quant_method {method!r}): quantised weights are not supported, only "
                 f"{', '.join(DTYPES)}; use the model's repository without quantisation, or convert its GGUF file"
             )
+
+
+def compute_dtype(wanted: str, stored: str) -> np.dtype:
+    """The dtype of weights, activations and KV cache.
+
+    "auto" is the checkpoint's own dtype (float32 for float64): float16 and bfloat16 are not converted into each other,
+    since float16 has three more bits of precision and bfloat16 a larger range.
+
+    Args:
+        wanted: "auto", a name of a dtype, or vLLM's aliases "half" (float16) and "float" (float32).
+        stored: ModelConfig.dtype.
+    """
+    names = {"half": "float16", "float": "float32", "float64": "float32"}
+    chosen = stored if wanted == "auto" else wanted
+    return np.dtype(jnp.dtype(names.get(chosen, chosen)))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from checkpoints.errors import CheckpointError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
@@ -32,6 +34,9 @@ class Source:
 
         Args:
             read: returns a tensor by name, in whose shape `faults` found nothing.
+
+        Raises:
+            CheckpointError: float16 cannot hold a value.
         """
         outputs, inputs = self._axes(shape)
         out = np.empty(shape, dtype)
@@ -42,7 +47,13 @@ class Source:
             if output_shape[0] < outputs[0] and self.axis:
                 flat = np.repeat(flat, outputs[0] // output_shape[0], axis=0)
             stop = start + output_shape[self.axis]
-            whole[(slice(None),) * self.axis + (slice(start, stop),)] = flat
+            place = (slice(None),) * self.axis + (slice(start, stop),)
+            with np.errstate(over="ignore"):
+                whole[place] = flat
+            if dtype == np.float16 and flat.dtype != dtype and not np.isfinite(whole[place]).all():
+                raise CheckpointError(
+                    f"tensor {tensor} has values beyond float16's range (65504): use --dtype bfloat16 or float32"
+                )
             start = stop
         return out
 

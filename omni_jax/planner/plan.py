@@ -7,12 +7,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from omni_jax.cost import GPUS, Gpu, ModelSizes, Roofline, gpu_named
 from omni_jax.engine.config import EngineConfig
-from omni_jax.models import ModelConfig, model_config
+from omni_jax.models import ModelConfig, compute_dtype, model_config
 from omni_jax.planner.memory import DeviceMemory, Programs, Settings, device_memory, estimated_programs
 from omni_jax.planner.speed import Speed, Typical, make_speed
 from omni_jax.runtime.sharding import fit
@@ -265,7 +262,7 @@ def _settle(options: PlanOptions, model: ModelConfig, gpu: Gpu, axis: int) -> tu
         max_num_seqs=options.max_num_seqs or MAX_SEQS,
         max_num_batched_tokens=options.max_num_batched_tokens or MAX_TOKENS,
         block_size=options.block_size,
-        dtype=_dtype(options.dtype, model.dtype),
+        dtype=compute_dtype(options.dtype, model.dtype),
         kv_cache_dtype=options.kv_cache_dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_pixels=options.max_pixels,
@@ -321,14 +318,6 @@ def _full_requests(memory: DeviceMemory, settings: Settings) -> int:
 
 def _typical_requests(memory: DeviceMemory, settings: Settings, typical: Typical) -> int:
     return memory.num_blocks // -(-(typical.prompt_tokens + typical.output_tokens) // settings.block_size)
-
-
-def _dtype(options: str, stored: str) -> np.dtype:
-    """Choose the dtype as engine.loading does."""
-    if options not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"--dtype must be auto, float32 or bfloat16, got {options!r}")
-    chosen = options if options != "auto" else stored.removeprefix("torch.")
-    return np.dtype(jnp.dtype("bfloat16" if chosen == "float16" else chosen))
 
 
 def _notes(options: PlanOptions, data: int, axis: int) -> Iterator[str]:

@@ -25,7 +25,7 @@ def convert(
     orbax: Annotated[bool, Switch] = False,
     safetensors: Annotated[bool, Switch] = False,
     mesh: Annotated[str | None, Parameter(name="--mesh")] = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
 ) -> int:
     """Turn a GGUF file into a model directory, or a directory's weights into Orbax or back into safetensors.
 
@@ -35,7 +35,8 @@ def convert(
         orbax: Store the weights in Orbax, in pieces that the devices of a mesh read.
         safetensors: Store the weights in safetensors, the way back from Orbax.
         mesh: Mesh to cut the pieces for, such as data=2,model=4; needs --orbax. Any other mesh can read them too.
-        dtype: Type of the weights from GGUF: float32 is exact, bfloat16 takes half the space. Default: float32.
+        dtype: Type of the weights from GGUF: float32 is exact, bfloat16 and float16 take half the space.
+            Default: float32.
     """
     from omni_jax.engine.config import parse_mesh
     from omni_jax.progress import progress_bar
@@ -114,7 +115,7 @@ def _engine_lines(directory: Path) -> list[str]:
     from checkpoints.reader import Checkpoint
     from omni_jax.engine.generation_config import default_sampling, eos_token_ids
     from omni_jax.inputs.tokenizer import Tokenizer
-    from omni_jax.models.config import model_config
+    from omni_jax.models.config import compute_dtype, model_config
 
     checkpoint = Checkpoint(directory)
     config, generation = model_config(checkpoint.config), checkpoint.generation_config
@@ -123,6 +124,7 @@ def _engine_lines(directory: Path) -> list[str]:
     sampling = ", ".join(f"{name} {value}" for name, value in default_sampling(generation).items())
     return [
         f"  context       {config.max_position_embeddings} tokens",
+        f"  runs in       {compute_dtype('auto', config.dtype)} (--dtype auto)",
         f"  ends at       token ids {', '.join(map(str, sorted(eos))) or 'none'}",
         f"  sampling      {sampling or 'no defaults'}",
         f"  chat          {'with' if tokenizer.has_chat_template else 'no'} chat template",

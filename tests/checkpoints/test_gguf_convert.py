@@ -4,7 +4,6 @@ import json
 import tracemalloc
 
 import gguf
-import ml_dtypes
 import numpy as np
 import pytest
 from transformers import AutoConfig, AutoTokenizer
@@ -76,13 +75,14 @@ def test_memory_does_not_grow_with_the_model(tmp_path, monkeypatch):
     assert peak < 1 << 20
 
 
-def test_bfloat16(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(tmp_path, dtype):
     weights = gguf_files.write(tmp_path / "model.gguf", "qwen3")
-    checkpoint = Checkpoint(convert_gguf(tmp_path / "model.gguf", tmp_path / "out", dtype="bfloat16"))
-    assert checkpoint.config["dtype"] == "bfloat16"
+    checkpoint = Checkpoint(convert_gguf(tmp_path / "model.gguf", tmp_path / "out", dtype=dtype))
+    assert checkpoint.config["dtype"] == dtype
     for name, tensor in weights.items():
-        np.testing.assert_array_equal(checkpoint.read(name), tensor.astype(ml_dtypes.bfloat16))
-    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, got 'int4'"):
+        np.testing.assert_array_equal(checkpoint.read(name), tensor.astype(np.dtype(dtype)))
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got 'int4'"):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "other", dtype="int4")
 
 

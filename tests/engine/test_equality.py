@@ -1,5 +1,6 @@
 """Outputs are the same alone, batched, chunked and preempted, by the tiers of docs/determinism.md (decision 13)."""
 
+import numpy as np
 import pytest
 
 from omni_jax.requests import Request, SamplingParams
@@ -181,3 +182,14 @@ def assert_within(found: Answer, expected: Answer, tolerance: float) -> None:
             assert best - second < tolerance
             return
         assert one.logprob == pytest.approx(other.logprob, abs=tolerance)
+
+
+# -- float16 ----------------------------------------------------------------------------------------------------------
+
+
+def test_float16_equals_float32_within_tolerance(main):
+    """Its mantissa has three more bits than bfloat16's."""
+    half = load_tiny("float16")
+    assert (half.info.dtype, half.runner._pool[0].dtype) == ("float16", np.float16)
+    for item in bf16_requests():
+        assert_within(alone(half, item), alone(main, item), BF16_TOLERANCE / 8)

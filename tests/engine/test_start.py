@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from checkpoints.errors import CheckpointError
 from omni_jax import compat
@@ -124,7 +125,7 @@ def test_a_cache_without_a_usable_block_is_refused(dry, blocks):
     [
         ({"max_model_len": 1025}, "1025 is more than the model's 1024 positions"),
         ({"max_num_seqs": 65}, r"max_num_batched_tokens \(64\) must be at least max_num_seqs \(65\)"),
-        ({"dtype": "int8"}, "dtype must be 'auto', 'float32' or 'bfloat16', got 'int8'"),
+        ({"dtype": "int8"}, "dtype must be 'auto', 'float32', 'float', 'bfloat16', 'float16' or 'half', got 'int8'"),
         ({"block_size": 24}, "power of two, got 24"),
         ({"max_num_seqs": 0}, "at least 1, got 0"),
         ({"gpu_memory_utilization": 1.5}, "must be at most 1, got 1.5"),
@@ -141,14 +142,29 @@ def test_a_directory_without_a_model_is_refused(dry, tmp_path):
         dry(model_dir=tmp_path)
 
 
-def test_dtype_is_the_setting_or_the_checkpoints(dry, tmp_path):
+def test_dtype_is_the_setting_or_the_checkpoints(dry, tmp_path, caplog):
     assert dry().info.dtype == "float32"
     half = dry(dtype="bfloat16").info
     assert (half.dtype, half.kv_cache_bytes) == ("bfloat16", half.num_blocks * BLOCK_BYTES // 2)
     assert half.weight_bytes * 2 == dry().info.weight_bytes
-    for stored in ("float16", "bfloat16"):
-        assert dry(model_dir=tiny.write_tiny(tmp_path / stored, "llama", dtype=stored)).info.dtype == "bfloat16"
     assert np.dtype(jnp.bfloat16) == half.dtype
+    for alias, name in (("half", "float16"), ("float16", "float16"), ("float", "float32")):
+        assert dry(dtype=alias).info.dtype == name
+    for stored, name in (("float16", "float16"), ("bfloat16", "bfloat16"), ("float64", "float32")):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert dry(model_dir=tiny.write_tiny(tmp_path / stored, "llama", dtype=stored)).info.dtype == name
+        assert f" in {name} (--dtype auto: config.json states {stored})" in caplog.text
+
+
+def test_weights_beyond_the_range_of_float16_are_refused(dry, tmp_path):
+    directory = tiny.write_tiny(tmp_path, "llama")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1e6
+    save_file(tensors, directory / "model.safetensors")
+    assert dry(model_dir=directory, dtype="bfloat16").info.dtype == "bfloat16"
+    with pytest.raises(CheckpointError, match=r"tensor model.norm.weight has values beyond float16's range \(65504\)"):
+        dry(model_dir=directory, dtype="float16")
 
 
 def test_sampling_defaults_are_from_generation_config(dry, tmp_path):
@@ -164,7 +180,9 @@ def test_sampling_defaults_are_from_generation_config(dry, tmp_path):
     assert dry(model_dir=directory).info.default_sampling == {"max_tokens": 9}
     assert dry(model_dir=directory, generation_config="vllm").info.default_sampling == {}
     path.write_text('{"temperature": "high"}')
-    with pytest.raises(CheckpointError, match=r"generation_config.json: temperature must be a finite number .* 'high'"):
+    with pytest.raises(
+        CheckpointError, match=r"generation_config.json: temperature must be a number from 0 to 2, got 'high'"
+    ):
         dry(model_dir=directory)
     assert dry(model_dir=directory, generation_config="vllm").info.default_sampling == {}
 
