@@ -16,6 +16,7 @@ from omni_jax.requests import EngineError
 from serving.http.chat import chat_completions
 from serving.http.completions import completions
 from serving.http.connections import OPEN_PATHS, Connection
+from serving.http.cors import preflight, response_headers
 from serving.http.errors import ARRIVAL, REQUEST_ID, ApiError, error_middleware
 from serving.http.media import open_session
 from serving.http.metrics import CONTENT_TYPE, Metrics
@@ -83,7 +84,7 @@ def make_app(
     )
     app = web.Application(
         client_max_size=settings.max_body_size,
-        middlewares=[_arrived, error_middleware, _key_check(security.api_key)],
+        middlewares=[_arrived, error_middleware, preflight(security), _key_check(security.api_key)],
     )
     app[SERVER] = server
     app.add_routes(
@@ -101,7 +102,7 @@ def make_app(
             web.post("/reset_prefix_cache", _reset_prefix_cache),
         ]
     )
-    app.on_response_prepare.append(_send_request_id)
+    app.on_response_prepare.extend([_send_request_id, response_headers(security)])
     app.cleanup_ctx.append(_resources)
     return app
 

@@ -125,15 +125,42 @@ class SecuritySettings(Settings):
     Attributes:
         api_key: Keys of which a request must send one as its bearer token. Default: no key is needed.
         allow_request_segment_policy: Let requests set segment_policy.
+        allowed_origins: Origins of web pages that may use the server from a browser (CORS), such as
+            https://chat.example.com; * is any. Default: none.
+        allowed_methods: Methods that such pages may use; * is any.
+        allowed_headers: Headers that such pages may send; * is any.
+        allow_credentials: Let browsers send cookies and the like with the requests of such pages.
     """
 
     api_key: tuple[str, ...] = ()
     allow_request_segment_policy: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
     def __post_init__(self):
         super().__post_init__()
         if not all(self.api_key):  # an unset shell variable must not open the server
             raise ValueError("api_key must not be empty")
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            self._replace(name, _json_list(name, getattr(self, name)))
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
+                raise ValueError(
+                    f"allowed_origins must be *, null or origins such as https://chat.example.com:8080, got {origin!r}"
+                )
+
+
+def _json_list(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The values, which may be given as one JSON list, as vLLM takes them."""
+    if len(given) != 1 or not given[0].lstrip().startswith("["):
+        return given
+    with contextlib.suppress(ValueError):
+        values = json.loads(given[0])
+        if all(isinstance(value, str) for value in values):
+            return tuple(values)
+    raise ValueError(f"{name} must be a JSON list of strings, got {given[0]!r}")
 
 
 def _parse_limits(text: str) -> dict[str, int]:

@@ -76,13 +76,13 @@ class Client:
 async def serving(
     engine: FakeEngine, *, served_model_name=("fake", "org/fake-2"), max_body_size=64 * 2**20, api_key=(), **options
 ) -> AsyncIterator[Client]:
-    """A client of the app over an engine. `options`: allow_request_segment_policy, or arguments of `make_app`."""
+    """A client of the app over an engine. `options`: fields of SecuritySettings, or arguments of `make_app`."""
     limits = {name: options.pop(name) for name in list(options) if name.endswith("_timeout")}
     options["settings"] = settings = ServerSettings(
         served_model_name=tuple(served_model_name), max_body_size=max_body_size, **limits
     )
-    allow = options.pop("allow_request_segment_policy", False)
-    options["security"] = SecuritySettings(api_key=tuple(api_key), allow_request_segment_policy=allow)
+    security = {name: options.pop(name) for name in vars(SecuritySettings()) if name in options}
+    options["security"] = SecuritySettings(api_key=tuple(api_key), **security)
     """A client of a server over the engine."""
     runner = web.AppRunner(make_app(engine, **options), handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
