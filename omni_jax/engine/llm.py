@@ -240,7 +240,8 @@ class LLM:
             item = dict(item)
             media, options = item.pop("multi_modal_data", None), item.pop("mm_processor_kwargs", None)
         given = read_prompt(item)
-        ids = tuple(self.tokenizer.encode(given)) if isinstance(given, str) else given
+        limit = self.info.max_model_len
+        ids = tuple(self.tokenizer.encode(given, max_tokens=limit)) if isinstance(given, str) else given
         prompt = RenderedPrompt(ids=ids) if media is None else self._with_media(ids, media, options)
         return _Rendered(prompt=prompt, text=given if isinstance(given, str) else None)
 

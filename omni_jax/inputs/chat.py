@@ -19,6 +19,8 @@ MAX_NESTING = 100  # levels in arguments, schemas and other objects; templates a
 
 def clean_text(text: str, param: str | None = None) -> str:
     """Join surrogate pairs in the text; raise InvalidRequest for an unpaired one, which UTF-8 cannot encode."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -14,10 +14,12 @@ string contains both. They are separated in three steps:
 import re
 import secrets
 from collections.abc import Iterable
+from functools import partial
 
 import tokenizers
 from tokenizers import AddedToken
 
+from omni_jax.inputs.token_bounds import count_unlocked, encode_unlocked, exceeds, max_token_bytes, too_long
 from omni_jax.requests import InvalidRequest
 
 _NONCE_DIGITS = 24  # 80 bits: cannot be guessed within one request
@@ -54,6 +56,7 @@ class ControlTokens:
                 for token in specials.values()
             ]
         )
+        self._max_token_bytes = max_token_bytes(self._encoder)  # aliases are longer than spellings
         self._real_id = {self._encoder.token_to_id(self._aliases[token.content]): i for i, token in specials.items()}
 
     def nonce(self) -> str:
@@ -83,17 +86,23 @@ class ControlTokens:
         parts[1::2] = [self._spellings[int(index)] for index in parts[1::2]]
         return parts
 
-    def encode(self, rendered: str, nonce: str) -> list[int]:
-        """Encode a rendered chat whose client text was escaped.
+    def encode(self, rendered: str, nonce: str, *, max_tokens: int | None = None) -> list[int]:
+        """Encode a rendered chat whose client text was escaped. Other threads run meanwhile.
+
+        Args:
+            max_tokens: refuse a chat that certainly has more tokens, before all of it is encoded.
 
         Raises:
-            InvalidRequest: client text spells a control token, and the vocabulary encodes it as one even as plain text
-                (a Unigram model with `<s>` among its pieces does).
+            InvalidRequest: the chat is refused; or client text spells a control token, and the vocabulary encodes it as
+                one even as plain text (a Unigram model with `<s>` among its pieces does).
         """
         parts = self._parts(rendered, nonce)
         parts[::2] = [self._pattern.sub(lambda match: self._aliases[match[0]], part) for part in parts[::2]]
         text = "".join(parts)
-        ids = self._encoder.encode(text, add_special_tokens=False).ids
+        count = partial(count_unlocked, self._encoder)
+        if max_tokens is not None and exceeds(text, max_tokens, max_bytes=self._max_token_bytes, count=count):
+            raise too_long(len(rendered), max_tokens, "messages")
+        ids = encode_unlocked(self._encoder, text, add_special_tokens=False)
         for i in self._spelling_of.keys() & ids:
             spelling = self._spelling_of[i]
             if spelling in text:  # otherwise it is the unknown token, for characters the vocabulary lacks

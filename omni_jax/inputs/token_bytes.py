@@ -23,7 +23,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_level_alphabet()
+BYTE_OF = _byte_level_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -82,7 +82,7 @@ class TokenBytes:
             if added:
                 return token.encode()
             try:
-                return bytes([_BYTE_OF[char] for char in token])
+                return bytes([BYTE_OF[char] for char in token])
             except KeyError:
                 return token.encode()
         if self.byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):

@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from omni_jax.inputs.chat import clean_text, map_strings, normal_messages
 from omni_jax.inputs.chat_templates import TEMPLATE_ERRORS, call_format, find_template, render
 from omni_jax.inputs.control_tokens import ControlTokens
+from omni_jax.inputs.token_bounds import count_unlocked, encode_unlocked, exceeds, max_token_bytes, too_long
 from omni_jax.inputs.token_bytes import TextStream, TokenBytes
 from omni_jax.requests import InvalidRequest, MediaModality
 
@@ -62,6 +63,7 @@ class Tokenizer:
         for token, i in vocab.items():
             self._bytes[i] = rule(token, added=i in added)
         self._leading_spaces = rule.leading_spaces
+        self._max_token_bytes = max_token_bytes(self._backend)
         self._control = ControlTokens(self._backend)
         self._bos = self._backend.encode("").ids[:1]  # what the tokenizer adds before a text, if anything
         self._logged_bos = False
@@ -125,15 +127,21 @@ class Tokenizer:
                 pass  # the template may require a system message or tools, which this test does not have
         return cls(hf)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a raw prompt.
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Encode a raw prompt. Other threads run meanwhile.
 
         Spellings of special tokens become special tokens, as in vLLM's /v1/completions. Use render_chat for messages.
 
+        Args:
+            max_tokens: refuse a text that certainly has more tokens, before all of it is encoded; see `exceeds`.
+
         Raises:
-            InvalidRequest: the text has an unpaired surrogate.
+            InvalidRequest: the text has an unpaired surrogate, or is refused.
         """
-        ids = self._backend.encode(clean_text(text, "prompt"), add_special_tokens=add_special_tokens).ids
+        text = clean_text(text, "prompt")
+        if max_tokens is not None and self.exceeds(text, max_tokens):
+            raise too_long(len(text), max_tokens, "prompt")
+        ids = encode_unlocked(self._backend, text, add_special_tokens=add_special_tokens)
         if add_special_tokens and not self._logged_bos and self._bos and ids[:2] == 2 * self._bos:
             self._logged_bos = True
             logger.warning(
@@ -142,6 +150,11 @@ class Tokenizer:
                 self.token_text(ids[0]),
             )
         return ids
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether a text certainly has more tokens than this. False if it has more, but not twice as many."""
+        count = partial(count_unlocked, self._backend)
+        return exceeds(clean_text(text), max_tokens, max_bytes=self._max_token_bytes, count=count)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids: the UTF-8 text of their bytes, without SentencePiece's leading space.
@@ -199,6 +212,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Encode a conversation through the chat template.
 
@@ -213,10 +227,11 @@ class Tokenizer:
                 add_generation_prompt.
             tools: OpenAI tool objects.
             template_kwargs: additional variables for the template.
+            max_tokens: refuse a conversation that certainly has more tokens, before all of it is encoded.
 
         Raises:
-            InvalidRequest: the messages are invalid (see normal_messages), a text has an unpaired surrogate, or the
-                template is missing or fails.
+            InvalidRequest: the messages are invalid (see normal_messages), a text has an unpaired surrogate, the
+                template is missing or fails, or the conversation is refused.
         """
         if not self.has_chat_template:
             raise InvalidRequest(
@@ -255,7 +270,7 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {reason}", param="messages"
             ) from error
-        return self._control.encode(rendered, nonce)
+        return self._control.encode(rendered, nonce, max_tokens=max_tokens)
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template mentions a variable."""

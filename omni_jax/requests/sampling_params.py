@@ -8,6 +8,7 @@ from omni_jax.requests.errors import InvalidRequest
 MAX_LOGPROBS = 20  # width of the top-k that the head computes
 MAX_LOGIT_BIAS = 300  # pairs that a slot holds on the device; OpenAI's limit
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 4096  # of one stop string; as much text may be held back, and is searched with every token
 MAX_STOP_TOKEN_IDS = 64  # ids that min_tokens suppresses, EOS included, that a slot holds on the device
 MAX_N = 128
 # Logits are float32 on the device. Penalised by a factor in this range, those below 1e10 stay below SUPPRESSED's size.
@@ -90,6 +91,10 @@ class SamplingParams:
             raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequest("stop strings must be non-empty strings", param="stop")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"a stop string may have at most {MAX_STOP_CHARACTERS} characters, got {longest}", param="stop"
+            )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
             raise InvalidRequest(
                 f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS // 2} ids, got {len(self.stop_token_ids)}",

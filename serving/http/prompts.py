@@ -48,7 +48,8 @@ async def render(server: Server, conversation: Conversation, body: Mapping[str, 
         parts = await server.in_thread(_checked_parts, server, conversation, vision)
         slots = asyncio.Semaphore(MAX_FETCHES)
         items = await _gather_or_cancel([_load(server, part, vision.settings, slots) for part in parts])
-    make = partial(chat_prompt, **conversation.template_arguments(body, reads=tokenizer.template_reads))
+    arguments = conversation.template_arguments(body, reads=tokenizer.template_reads)
+    make = partial(chat_prompt, max_tokens=server.engine.info.max_model_len, **arguments)
     return await server.in_thread(make, tokenizer, vision and vision.config, conversation.messages, items)
 
 
@@ -60,12 +61,16 @@ def encode(server: Server, prompt: str | Sequence[int], *, param: str, add_speci
         add_special_tokens: whether to add special tokens, such as BOS, to a text.
 
     Raises:
-        InvalidRequest: the prompt is empty, or has ids outside the vocabulary.
+        InvalidRequest: the prompt is empty, certainly longer than the context, or has ids outside the vocabulary.
     """
+    info = server.engine.info
     if isinstance(prompt, str):
-        ids = server.engine.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        ids = server.engine.tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens, max_tokens=info.max_model_len
+        )
     else:
-        check_token_ids(prompt, server.engine.info.vocab_size, param=param)
+        if len(prompt) <= info.max_model_len:  # a longer one is refused later; looking at millions of ids takes long
+            check_token_ids(prompt, info.vocab_size, param=param)
         ids = prompt
     if not ids:
         raise InvalidRequest(f"{param} must not be empty: send at least one token", param=param)

@@ -1,16 +1,18 @@
 """POST /tokenize and /detokenize."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from omni_jax.requests import InvalidRequest
 from serving.http.prompts import check_token_ids, render
 from serving.http.request_models import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, read_object, validate
 from serving.http.response_models import Detokenized, Tokenized
 from serving.http.state import SERVER, Server
 from serving.http.wire import json_response, read_body
+
+MAX_CONTEXTS = 8  # the longest text to tokenize, in contexts: clients cut documents by its tokens
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -19,9 +21,19 @@ async def tokenize(request: web.Request) -> web.Response:
     if isinstance(given, TokenizeChatRequest):
         ids = (await render(server, given, body)).ids
     else:
-        special = given.add_special_tokens is not False
-        ids = await server.in_thread(partial(server.engine.tokenizer.encode, given.prompt, add_special_tokens=special))
+        ids = await server.in_thread(_encoded, server, given)
     return await server.in_thread(_tokenized, server, ids, bool(given.return_token_strs))
+
+
+def _encoded(server: Server, given: TokenizeRequest) -> list[int]:
+    tokenizer, limit = server.engine.tokenizer, MAX_CONTEXTS * server.engine.info.max_model_len
+    if tokenizer.exceeds(given.prompt, limit):
+        raise InvalidRequest(
+            f"the prompt of {len(given.prompt)} characters has more than {limit} tokens, {MAX_CONTEXTS} times this "
+            "model's maximum context length; tokenize parts of it",
+            param="prompt",
+        )
+    return tokenizer.encode(given.prompt, add_special_tokens=given.add_special_tokens is not False)
 
 
 def _read_request(server: Server, raw: bytes) -> tuple[dict[str, Any], TokenizeRequest | TokenizeChatRequest]:
