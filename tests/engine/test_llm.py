@@ -46,7 +46,9 @@ def test_a_request_arrives_with_the_call_and_not_when_its_text_is_tokenised(llm,
     asked, encode, add = [], llm.tokenizer.encode, llm.engine.add
     encoded = []
     monkeypatch.setattr(llm.engine, "add", lambda request: (asked.append(request), add(request)))
-    monkeypatch.setattr(llm.tokenizer, "encode", lambda *args: (encoded.append(time.monotonic()), encode(*args))[1])
+    monkeypatch.setattr(
+        llm.tokenizer, "encode", lambda *args, **kw: (encoded.append(time.monotonic()), encode(*args, **kw))[1]
+    )
     calls = [
         lambda: llm.generate("one", greedy(max_tokens=1)),
         lambda: llm.score("one two"),
