@@ -14,6 +14,7 @@ import numpy as np
 
 from omni_jax import compat
 from omni_jax.cost import Kind, StepShape, TableCost
+from omni_jax.engine.blame import Blame
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.engine.loading import load
@@ -39,6 +40,7 @@ from omni_jax.scheduling import (
     Scheduler,
     SchedulerConfig,
     SLOFirst,
+    StepPlan,
 )
 from omni_jax.scheduling.limits import output_room
 from omni_jax.segments import make_policy, prompt_view, with_deadlines
@@ -46,7 +48,6 @@ from omni_jax.telemetry.recorder import Recorder, log_event
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 2  # consecutive steps that raise before the engine gives up
 SWAP_POLL_SECONDS = 1e-3  # between checks of the host tier when there is nothing else to do
 PACK_PATCHES = 1024  # maximum patches of several images that share a call of the vision tower
 
@@ -56,6 +57,7 @@ class _EncoderCall:
     """Time of a call of the vision tower, summed over its slices.
 
     Attributes:
+        batch: images of the call.
         shape: shape of the call.
         seconds: time of the slices so far. A slice with a step after it counts the time by which that step exceeded its
             prediction. NaN if unknown.
@@ -63,6 +65,7 @@ class _EncoderCall:
         done: whether the last slice was dispatched.
     """
 
+    batch: tuple[MediaSpan, ...]
     shape: StepShape
     seconds: float = 0.0
     unread: int = 0
@@ -155,7 +158,8 @@ class Engine:
         self._slices_before: collections.deque[_EncoderCall | None] = collections.deque()
         self._new_slice: _EncoderCall | None = None  # the call of a slice dispatched since the last step
         self._encoder_call: _EncoderCall | None = None  # the call in progress
-        self._failures = 0
+        self._blame = Blame(self.info.max_num_seqs)
+        self._at_work: StepPlan | tuple[MediaSpan, ...] = ()  # what a failure is about
         self._stats = EngineStats()
         self._gaps: collections.deque[float] = collections.deque(maxlen=1024)
         self._seconds: collections.deque[float] = collections.deque(maxlen=1024)
@@ -268,8 +272,11 @@ class Engine:
     def step(self) -> list[Delta]:
         """Dispatch the next step, then read the previous one and return its deltas.
 
+        After a step that raised, the others' requests are computed again, and the request that caused it ends with an
+        error (blame.py).
+
         Raises:
-            EngineError: steps keep failing. The engine cannot continue; end its requests with `fail`.
+            EngineError: steps fail whatever they compute. The engine cannot continue; end its requests with `fail`.
         """
         compiled = compat.compilations_here()  # by other engines and by the user's own code before
         with compat.no_tracing() if self.config.forbid_tracing else contextlib.nullcontext():
@@ -277,19 +284,43 @@ class Engine:
                 deltas = self._advance()
             except Exception as error:  # the engine's outermost loop: requests must survive a failed step
                 logger.exception("step failed")
-                self._failures += 1
-                if self._failures >= MAX_FAILURES:
-                    raise EngineError(
-                        f"{self._failures} steps in a row failed, the last with {type(error).__name__}"
-                    ) from error
+                found = self._blame.failed(self._reached(self._at_work))
+                if self._blame.hopeless:
+                    raise EngineError(f"steps keep failing, the last with {type(error).__name__}") from error
                 self._recover()
-                return []
+                return [] if found is None else self._fail_request(found, error)
             finally:
                 self._stats.compiles_after_warmup += compat.compilations_here() - compiled
         return deltas
 
+    def _reached(self, work: StepPlan | tuple[MediaSpan, ...]) -> dict[str, int]:
+        """The requests of a step, or those that wait for images, the oldest first, with the number of tokens of each
+        that are computed when the step or the images no longer matter."""
+        if isinstance(work, StepPlan):
+            rows = sorted(work.rows, key=lambda row: row.sequence.order)
+            return {row.sequence.request.id: row.start + row.count for row in rows}
+        keys = {span.key for span in work}
+        live = (*self._scheduler.running, *self._scheduler.waiting)
+        return {
+            sequence.request.id: span.stop
+            for sequence in sorted(live, key=lambda sequence: sequence.order)
+            for span in sequence.request.media
+            if span.key in keys
+        }
+
+    def _fail_request(self, request_id: str, error: Exception) -> list[Delta]:
+        """End a request that makes steps raise, and return its last deltas."""
+        logger.error("request %s made steps fail again and again; it ends with an error, others go on", request_id)
+        message = f"computing this request failed: {type(error).__name__}"
+        ended = [sequence for sequence in self._scheduler.sequences(request_id) if sequence.finish_reason is None]
+        for sequence in ended:
+            self._scheduler.finish(sequence, "error")
+        return [self._ended(sequence, error=message) for sequence in ended]
+
     def _advance(self) -> list[Delta]:
         now = time.monotonic()
+        self._at_work = ()
+        self._scheduler.held = self._blame.held
         plan = self._scheduler.plan(now)
         self._record_events(now)
         if plan is not None:
@@ -297,6 +328,7 @@ class Engine:
             if self.config.debug_print_batch:
                 logger.info("%s", describe(plan))
             late = bool(self._in_flight) and self._in_flight[-1].is_ready()
+            self._at_work = plan
             result = self._runner.dispatch(plan)
             if self._in_flight:
                 # If the previous step has finished, the device was idle, at most since the last result was read.
@@ -310,6 +342,8 @@ class Engine:
             self._stats.real_tokens += plan.num_tokens
             self._stats.padded_tokens += plan.size - plan.num_tokens
         self._encode(wait=not self._in_flight)
+        if plan is None and not self._in_flight and self._new_slice is None:
+            self._blame.release()  # what may run waits for what is held back
         if plan is None and not self._in_flight and self._blocks.swapped:
             time.sleep(SWAP_POLL_SECONDS)  # all remaining work waits for the host tier
         if not self._in_flight or (plan is not None and len(self._in_flight) == 1):
@@ -332,6 +366,7 @@ class Engine:
         if encoder.busy:
             call = self._encoder_call
             assert call is not None
+            self._at_work = call.batch
             seconds = self.cost.seconds(call.shape) / encoder.num_slices
             if not (wait or (encoder.is_ready and self._scheduler.may_encode(seconds))):
                 return
@@ -344,9 +379,10 @@ class Engine:
                 call.done = True
                 self._learn_from(call)
         elif batch := self._scheduler.next_batch():
+            self._at_work = batch
             self.recorder.encoding(batch, time.monotonic())
             encoder.begin(batch, [self._features.cache.rows(span.key) for span in batch])
-            self._encoder_call = _EncoderCall(shape=encoder.shape_of(batch))
+            self._encoder_call = _EncoderCall(batch=batch, shape=encoder.shape_of(batch))
         else:
             return
         self._new_slice = self._encoder_call
@@ -358,6 +394,7 @@ class Engine:
             call.seconds = math.nan  # do not learn it again
 
     def _read(self, result: StepResult) -> list[Delta]:
+        self._at_work = result.plan
         sampled, scored = result.read()
         ready = time.monotonic()
         seconds = ready - max(self._last_ready, result.dispatched)
@@ -369,7 +406,7 @@ class Engine:
         else:
             self.cost.observe(result.plan.shape, seconds)
         self._last_ready = ready
-        self._failures = 0
+        self._blame.succeeded(self._reached(result.plan) if self._blame.suspects else {})
 
         rows = iter(sampled if sampled is not None else ())
         by_row = [next(rows) if row.sample else None for row in result.plan.rows]
@@ -468,6 +505,7 @@ class Engine:
         if not self._scheduler.has(sequence.request.id):
             self._prompt_logprobs.pop(sequence.request.id, None)
             self._prefilled.discard(sequence.request.id)
+            self._blame.forget(sequence.request.id)
         return delta
 
     def _collect_prompt_logprobs(self, accepted: Accepted, scored: np.ndarray) -> None:

@@ -53,6 +53,7 @@ class Scheduler:
         waiting, running: Sequences without and with a slot, each in order of arrival.
         events: Events since the caller last cleared the list.
         num_preemptions: Number of times that a sequence lost its slot (a counter).
+        held: Ids of requests that must wait, whatever their rank. Set by the caller, after `reset`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Scheduler:
         self._queues = Queues(config.max_num_seqs)
         self.running, self.waiting = self._queues.running, self._queues.waiting
         self.num_preemptions = 0
+        self.held: frozenset[str] = frozenset()
         self._live: dict[str, list[Sequence]] = {}
         self._arrivals = 0
 
@@ -226,7 +228,9 @@ class Scheduler:
             )
 
     def _in_order(self, queue: list[Sequence], now: float) -> list[Sequence]:
-        """A copy of a queue, which is in order of arrival, in the order of service."""
+        """A copy of a queue, which is in order of arrival, in the order of service, without requests that are held."""
+        if self.held:
+            queue = [sequence for sequence in queue if sequence.request.id not in self.held]
         if not self.discipline.by_deadline:
             return list(queue)
         return sorted(queue, key=lambda s: self.discipline.rank(s, now))

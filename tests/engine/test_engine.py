@@ -486,14 +486,17 @@ def test_a_step_that_raises_is_recomputed(main, monkeypatch):
 
 
 def test_op_02_steps_that_keep_failing_end_the_engine(main, monkeypatch):
+    """Two requests get the error, one by one; then it is the device, and nobody else's step is tried."""
     engine = make_engine(main)
-    failing(main, monkeypatch, ("mixed", 64), {0, 1})
-    for name, length in (("a", 20), ("b", 21)):
+    for size in (16, 64):
+        failing(main, monkeypatch, ("mixed", size), range(100))
+    for name, length in (("a", 20), ("b", 21), ("c", 22)):
         engine.add(request(name, range(length, 0, -1)))
-    assert engine.step() == []
-    with pytest.raises(EngineError, match=r"2 steps in a row failed.*RuntimeError"):
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    with pytest.raises(EngineError, match=r"steps keep failing.*RuntimeError"):
         engine.step()
+    assert [(d.request_id, d.finish_reason) for d in deltas] == [("a", "error")]
     deltas = engine.fail("sorry")
-    assert [(d.request_id, d.finish_reason, d.error) for d in deltas] == [(n, "error", "sorry") for n in "ab"]
+    assert [(d.request_id, d.finish_reason, d.error) for d in deltas] == [(n, "error", "sorry") for n in "bc"]
     assert_idle(engine)
     assert not engine.has_work
