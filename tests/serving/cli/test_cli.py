@@ -607,7 +607,7 @@ def test_progress_of_a_start(terminal):
         if terminal:
             report("compile", 1, 12, "body 32")  # and fails there
     shown = console.file.getvalue()
-    assert ("starting" in shown and "compiled: 1 of 12" in shown) == terminal
+    assert ("starting" in shown and "programs: 1 of 12" in shown) == terminal
 
 
 def test_the_reader_is_where_the_cli_expects_it():
