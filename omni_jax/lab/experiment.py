@@ -1,9 +1,7 @@
 """The experiment file, read into frozen dataclasses; its cells and their workloads."""
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -151,10 +149,9 @@ class Experiment:
         mixes: traffic by name.
         rates: arrival rates; each mix runs at each of them.
         requests: number of requests in a cell.
-        seeds: each gives another workload.
+        seeds: each gives another workload, or, with a trace on the engine, repeats it. Intervals are over seeds.
         capacity_requests: number of requests in the run that measures the capacity; None: a multiple of the batch.
         slowdown: whether requests are also measured on an idle engine.
-        resamples: number of bootstrap resamples.
     """
 
     name: str
@@ -175,7 +172,6 @@ class Experiment:
     seeds: tuple[int, ...] = (1, 2, 3)
     capacity_requests: int | None = None
     slowdown: bool = True
-    resamples: int = 1000
 
     def __post_init__(self):
         names = [arm.name for arm in self.arms]
@@ -191,7 +187,7 @@ class Experiment:
                 raise ValueError(f"{what} must not be empty")
         if len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds must differ and be at least 0, got {list(self.seeds)}")
-        for what in ("requests", "devices", "replicas", "resamples"):
+        for what in ("requests", "devices", "replicas"):
             if getattr(self, what) < 1:
                 raise ValueError(f"{what} must be at least 1, got {getattr(self, what)}")
         if self.backend == "simulated" and (self.gpu is None) == (self.step_times is None):
@@ -276,6 +272,11 @@ def parse_experiment(tree: Mapping[str, Any], where: str = "experiment", *, base
     for name, traffic in experiment.mixes.items():
         if traffic.trace is None and any(rate.name == RECORDED for rate in experiment.rates):
             raise ValueError(f"{where}.rates: {RECORDED!r} needs a trace, and the mix {name} is generated")
+        if traffic.trace is not None and experiment.backend == "simulated" and len(experiment.seeds) > 1:
+            raise ValueError(
+                f"{where}.seeds: the trace of the mix {name} is the same for every seed, and so is its simulation: "
+                f"give one seed, got {list(experiment.seeds)}"
+            )
     return experiment
 
 
@@ -408,9 +409,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def digest(settings: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal characters of the settings' SHA-256."""
-    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -38,7 +38,7 @@ def write_figures(directory: Path, experiment: Experiment, runs: Runs, lines: Se
     for mix in experiment.mixes:
         for rate in experiment.rates:
             drawn[f"latency-{mix}-{rate.name.replace('%', 'pct')}.png"] = (
-                f"Latency ({mix}, {rate.name}): cumulative share of requests, by kind",
+                f"Latency ({mix}, {rate.name}): cumulative share of requests by kind, all seeds together",
                 lambda mix=mix, rate=rate: _latencies(experiment, runs, mix, rate.name),
             )
         drawn[f"timeline-{mix}.png"] = (
@@ -48,7 +48,7 @@ def write_figures(directory: Path, experiment: Experiment, runs: Runs, lines: Se
             lambda mix=mix: _timeline(experiment, runs, mix),
         )
         drawn[f"p95-{mix}.png"] = (
-            f"P95 of latency against the rate ({mix}), with 95 % intervals",
+            f"P95 of latency against the rate ({mix}), with 95 % intervals over seeds",
             lambda mix=mix: _rates(experiment, lines, mix),
         )
     drawn["segments.png"] = (
@@ -89,7 +89,8 @@ def _latencies(experiment: Experiment, runs: Runs, mix: str, rate: str) -> "Figu
     for ax, kind in zip(axes, kinds, strict=True):
         for number, arm in enumerate(experiment.arms):
             of_arm = [judged for cell, _, some in chosen if cell.arm == arm for judged in some]
-            values = sorted(judged.latency_ms / 1000 for judged in of_arm if judged.row.kind == kind)
+            mine = [judged.latency_ms for judged in of_arm if judged.row.kind == kind]
+            values = sorted(latency / 1000 for latency in mine if latency is not None)
             if values:
                 shares = np.arange(1, len(values) + 1) / len(values)
                 ax.plot(values, shares, label=arm.name, color=f"C{number}")

@@ -4,6 +4,10 @@ The engine runs the same windows of a text under each plan. A window is a prompt
 next token from the text instead of sampling it (teacher forcing), so that plans differ only in their cache. Only decode
 steps are measured: the logprob of each step's next token, and the rows and blocks that the sequence holds in the step.
 The first token after the prompt is not counted, because no plan has dropped rows by then.
+
+Each window begins with the BOS, if the model's tokenizer adds one to a prompt, as if its text were a prompt of its own:
+models that were trained with a BOS need it, and their attention leans on it. llama.cpp's perplexity does the same. The
+BOS is the first of the prompt's tokens.
 """
 
 import collections
@@ -22,6 +26,7 @@ import numpy as np
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.engine import Engine
 from omni_jax.inputs import Tokenizer
+from omni_jax.lab.machine import machine_facts
 from omni_jax.requests import EngineError, Request, SamplingParams
 from omni_jax.scheduling.plan import StepPlan
 from omni_jax.telemetry.recorder import Recorder
@@ -33,6 +38,7 @@ DEFAULT_PLANS = ("off", "adaptive", "fixed-0.2", "fixed-0.4", "fixed-0.6", "int8
 PLANS_HELP = "off, adaptive, adaptive-CAP, fixed-RATIO, package.module:controller, each with or without +int8; int8"
 MAX_RATIO = 0.95  # share of rows dropped
 
+Text = tuple[int, str]  # (number of the document that it belongs to, text)
 Done = Callable[[int, int], None]  # (windows done, number of windows)
 
 
@@ -54,12 +60,14 @@ class Window:
     """A stretch of the text.
 
     Attributes:
-        prompt_ids: tokens of the prompt.
+        prompt_ids: tokens of the prompt, with the BOS if the tokenizer adds one.
         forced_ids: tokens after it: the first output token, and one for each decode step.
+        document: number of the document in which it begins.
     """
 
     prompt_ids: tuple[int, ...]
     forced_ids: tuple[int, ...]
+    document: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +76,7 @@ class Measured:
 
     Attributes:
         plan: name of the plan.
+        documents: by window, the number of the document in which it begins.
         nll: negative log-likelihood, in nats, of the next token.
         rows: cache rows that the sequence holds in the step, the step's row included.
         blocks: blocks that it holds.
@@ -76,9 +85,11 @@ class Measured:
         seconds: duration of all windows, without the start of the engine.
         device: device that it ran on.
         dtype: dtype of weights and activations.
+        machine: facts about the machine and the software.
     """
 
     plan: str
+    documents: tuple[int, ...]
     nll: np.ndarray
     rows: np.ndarray
     blocks: np.ndarray
@@ -87,6 +98,7 @@ class Measured:
     seconds: float
     device: str
     dtype: str
+    machine: Mapping[str, Any]
 
 
 class BadText(ValueError):
@@ -143,8 +155,9 @@ def _unknown(text: str) -> ValueError:
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def read_texts(path: Path) -> Iterator[str]:
-    """Yield the "text" of each line of a JSONL file, or the paragraphs of another text file.
+def read_texts(path: Path) -> Iterator[Text]:
+    """Yield the "text" of each line of a JSONL file, a document each; or the paragraphs of another text file, which is
+    one document.
 
     Raises:
         OSError: the file cannot be read.
@@ -153,11 +166,11 @@ def read_texts(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8") as lines:
             if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
-                yield from (paragraph.strip() for paragraph in lines.read().split("\n\n") if paragraph.strip())
+                yield from ((1, paragraph.strip()) for paragraph in lines.read().split("\n\n") if paragraph.strip())
                 return
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _text_of(line, f"{path}, line {number}")
+                    yield number, _text_of(line, f"{path}, line {number}")
     except UnicodeDecodeError as error:
         raise BadText(f"{path} is not UTF-8: {error}") from None
 
@@ -173,17 +186,23 @@ def _text_of(line: str, where: str) -> str:
 
 
 def cut_windows(
-    texts: Iterator[str], tokenizer: Tokenizer, *, windows: int, prompt_tokens: int, steps: int
+    texts: Iterator[Text], tokenizer: Tokenizer, *, windows: int, prompt_tokens: int, steps: int
 ) -> tuple[Window, ...]:
     """Cut `windows` windows from the texts, which are joined with empty lines.
+
+    Args:
+        prompt_tokens: length of a prompt, with the BOS if the tokenizer adds one.
 
     Raises:
         BadText: the texts are too short; the numbers are in the message.
     """
-    length = prompt_tokens + steps + 1
+    bos = _bos(tokenizer)
+    length = prompt_tokens + steps + 1 - len(bos)  # tokens of text in a window
     ids: list[int] = []
+    documents: list[int] = []  # by token
     while len(ids) < windows * length and (text := next(texts, None)) is not None:
-        ids += tokenizer.encode(text + "\n\n", add_special_tokens=False)
+        ids += tokenizer.encode(text[1] + "\n\n", add_special_tokens=False)
+        documents += [text[0]] * (len(ids) - len(documents))
     if len(ids) < windows * length:
         raise BadText(
             f"the text has {len(ids):,} tokens, but {windows} windows of {length} need {windows * length:,}: give more "
@@ -191,11 +210,19 @@ def cut_windows(
         )
     return tuple(
         Window(
-            prompt_ids=tuple(ids[start : start + prompt_tokens]),
-            forced_ids=tuple(ids[start + prompt_tokens : start + length]),
+            prompt_ids=(*bos, *ids[start : start + prompt_tokens - len(bos)]),
+            forced_ids=tuple(ids[start + prompt_tokens - len(bos) : start + length]),
+            document=documents[start],
         )
         for start in range(0, windows * length, length)
     )
+
+
+def _bos(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that the tokenizer puts before a prompt: the BOS, or none."""
+    alone, prompt = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    starts = (start for start in range(len(prompt)) if prompt[start : start + len(alone)] == alone)
+    return tuple(prompt[: next(starts, 0)])
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -224,7 +251,7 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
 
     Raises:
         ValueError: a window does not fit the engine.
-        EngineError: the engine failed, or left out logprobs or decode steps.
+        EngineError: a window failed, or lacks logprobs or decode steps. Nothing of the plan counts then.
     """
     steps = len(windows[0].forced_ids) - 1
     recorder = engine.recorder = _HoldingsRecorder(len(windows), steps)
@@ -252,8 +279,9 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
             running += 1
         for delta in engine.step():
             found[delta.request_id] += [entry.logprob for entry in delta.logprobs]
-            if delta.error is not None:
-                raise EngineError(f"window {delta.request_id} of plan {plan.name}: {delta.error}")
+            if delta.finish_reason not in (None, "length"):
+                reason = delta.error or f"it ended with {delta.finish_reason!r}"
+                raise EngineError(f"window {delta.request_id} of plan {plan.name}: {reason}")
             if delta.finish_reason is not None:
                 running -= 1
                 done(len(windows) - len(waiting) - running, len(windows))
@@ -266,6 +294,7 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
         )
     return Measured(
         plan=plan.name,
+        documents=tuple(window.document for window in windows),
         nll=-np.array([found[f"{number}"][1:] for number in range(len(windows))]),
         rows=recorder.rows,
         blocks=recorder.blocks,
@@ -274,6 +303,7 @@ def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done
         seconds=seconds,
         device=engine.info.device,
         dtype=engine.info.dtype,
+        machine=machine_facts(),
     )
 
 
@@ -289,6 +319,7 @@ def study(
     options: Mapping[str, Any],
     *,
     make: Callable[[EngineConfig], Engine],
+    kept: Mapping[str, Measured] = {},
     measured: Callable[[list[Measured]], None],
     done: Callable[[str, int, int], None] = lambda *_: None,
 ) -> list[Measured]:
@@ -297,7 +328,8 @@ def study(
     Args:
         options: fields of EngineConfig that all plans share.
         make: starts an engine.
-        measured: called after each plan with all results so far.
+        kept: results of an earlier run, by plan, which does not run again.
+        measured: called after each plan that ran with all results so far.
         done: called with (plan, windows done, number of windows).
 
     Raises:
@@ -309,6 +341,9 @@ def study(
             configs.append(EngineConfig(**options, **plan.options))
     results: list[Measured] = []
     for plan, config in zip(plans, configs, strict=True):
+        if plan.name in kept:
+            results.append(kept[plan.name])
+            continue
         with _naming(plan):
             engine = make(config)
         results.append(measure(engine, plan, windows, done=lambda some, of, plan=plan: done(plan.name, some, of)))

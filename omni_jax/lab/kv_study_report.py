@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,14 @@ import numpy as np
 from omni_jax.lab.figures import NoMatplotlib, subplots
 from omni_jax.lab.kv_study import BASELINE, Measured
 from omni_jax.lab.records import write_bytes, write_json
-from omni_jax.stats.intervals import STATISTICS, Comparison, Interval, compare, interval, resamples
+from omni_jax.stats.intervals import Comparison, Interval, compare, over_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 
-RESAMPLES = 2000
-FEW_WINDOWS = 50  # below this the report warns
+FEW_UNITS = 20  # below this the report warns
 GROUP_STEPS = 16  # decode steps averaged in the figure
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -31,8 +31,8 @@ class Line:
 
     Attributes:
         plan: name of the plan.
-        nll: mean negative log-likelihood of a token, in nats, with its interval over windows.
-        against: comparison of nll with the baseline's, paired by window.
+        nll: mean negative log-likelihood of a token, in nats, with its interval over units.
+        against: comparison of nll with the baseline's, paired by unit.
         kv_bytes: bytes of the blocks that a sequence holds, averaged over its decode steps.
         saved: saved share of the baseline's kv_bytes.
         rows_saved: saved share of the baseline's rows, so without rounding up to blocks.
@@ -57,14 +57,12 @@ def summarise(results: Sequence[Measured]) -> list[Line]:
     baseline = results[0]
     if baseline.plan != BASELINE:
         raise ValueError(f"the first plan must be {BASELINE}, got {baseline.plan}")
-    drawn = resamples([len(baseline.nll)], count=RESAMPLES, seed=0)
-    mean = STATISTICS["mean"]
     bfloat16 = baseline.block_bytes * ITEM_BYTES["bfloat16"] / ITEM_BYTES[baseline.dtype]
     return [
         Line(
             plan=found.plan,
-            nll=interval(found.nll.mean(axis=1), mean, drawn),
-            against=compare(found.nll.mean(axis=1), baseline.nll.mean(axis=1), mean, drawn),
+            nll=over_runs(_by_unit(found)),
+            against=compare(_by_unit(found), _by_unit(baseline)),
             kv_bytes=_held(found),
             saved=1 - _held(found) / _held(baseline),
             rows_saved=1 - float(found.rows.mean() / baseline.rows.mean()),
@@ -72,6 +70,20 @@ def summarise(results: Sequence[Measured]) -> list[Line]:
         )
         for found in results
     ]
+
+
+def _unit(found: Measured) -> str:
+    """Return what counts as one number: the document, whose windows are alike; with a single one, the window."""
+    return "document" if len(set(found.documents)) > 1 else "window"
+
+
+def _by_unit(found: Measured) -> list[float]:
+    """Return the mean NLL of each unit."""
+    by_window = found.nll.mean(axis=1)
+    if _unit(found) == "window":
+        return by_window.tolist()
+    documents = np.array(found.documents)
+    return [float(by_window[documents == document].mean()) for document in dict.fromkeys(found.documents)]
 
 
 def _held(found: Measured) -> float:
@@ -85,9 +97,11 @@ def write_results(out: Path, results: Sequence[Measured], facts: Mapping[str, An
         out / "study.json",
         {
             "facts": facts,
+            "unit": _unit(results[0]),
             "plans": [
-                dataclasses.asdict(line)
+                _finite(dataclasses.asdict(line))
                 | {
+                    "machine": found.machine,
                     "block_size": found.block_size,
                     "block_bytes": found.block_bytes,
                     "seconds": round(found.seconds, 2),
@@ -108,6 +122,13 @@ def write_results(out: Path, results: Sequence[Measured], facts: Mapping[str, An
         logger.warning("%s", error)
     write_bytes(out / "report.md", _markdown(results, lines, facts, caption).encode())
     return out / "report.md"
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON does not have, bounds that do not exist, by null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -141,9 +162,10 @@ def _change(line: Line) -> str:
     if line.plan == BASELINE:
         return "-"
     ratio = line.against.ratio
-    return " ".join(
-        (f"{100 * (ratio.value - 1):+.2f} %", f"[{100 * (ratio.low - 1):+.2f}, {100 * (ratio.high - 1):+.2f}]")
-    )
+    change = f"{100 * (ratio.value - 1):+.2f} %"
+    if not math.isfinite(ratio.low):
+        return change
+    return f"{change} [{100 * (ratio.low - 1):+.2f}, {100 * (ratio.high - 1):+.2f}]"
 
 
 def _percent(share: float) -> str:
@@ -152,18 +174,22 @@ def _percent(share: float) -> str:
 
 def _markdown(results: Sequence[Measured], lines: Sequence[Line], facts: Mapping[str, Any], caption: str) -> str:
     windows, steps = results[0].nll.shape
+    unit, units = _unit(results[0]), lines[0].nll.runs
     few = (
-        f"**Only {windows} windows:** the intervals are rough; use {FEW_WINDOWS} or more.\n\n"
-        if windows < FEW_WINDOWS
-        else ""
+        f"**Only {units} {unit}s:** the intervals are rough; use {FEW_UNITS} or more.\n\n" if units < FEW_UNITS else ""
     )
     missing = [plan for plan in facts["plans"] if plan not in {line.plan for line in lines}]
     unfinished = f"**Incomplete:** {', '.join(missing)} have not run.\n\n" if missing else ""
+    machines = list(dict.fromkeys("; ".join(f"{k}: {v}" for k, v in found.machine.items()) for found in results))
+    scope = {
+        "document": f"the {units} documents in which the windows begin, each of which counts once",
+        "window": "the windows of one document, which are taken as independent; it does not cover other documents",
+    }[unit]
     return f"""# KV cache study: {facts["model"]}
 
 {few}{unfinished}{windows} windows of {facts["text"]}: {facts["prompt_tokens"]} tokens of prompt, then {steps} decode
 steps of the engine that take the next token from the text (teacher forcing).
-{results[0].dtype} on {results[0].device}, blocks of {results[0].block_size} tokens.
+{results[0].dtype} on {results[0].device}, blocks of {results[0].block_size} tokens. {". ".join(machines)}.
 
 {table(lines)}
 
@@ -172,9 +198,10 @@ steps of the engine that take the next token from the text (teacher forcing).
 ## How to read this
 
 - NLL is the mean negative log-likelihood, in nats, of the next tokens of the decode steps; its exponential is the
-  perplexity. The change is against the plan `{BASELINE}`, paired by window; brackets hold a 95 % interval from
-  {RESAMPLES:,} bootstrap resamples of the windows (in blocks of neighbours, as windows come from one text). It shows
-  how much the number depends on the windows that were drawn; it does not cover other texts or models.
+  perplexity. The first output token is not counted. A window begins with the BOS if the model's tokenizer adds one.
+- The change is against the plan `{BASELINE}`: the geometric mean of the ratios of NLL, paired by {unit}. Brackets hold
+  a 95 % interval by Student's t of their logarithms. The unit is the {unit}: {scope}. It does not cover other models
+  or other kinds of text. Nothing corrects for the number of plans.
 - KV held is the size of one sequence's blocks, averaged over the decode steps; a partly filled block counts whole.
   Saved is the saved share of `{BASELINE}`'s. Rows saved is the same without rounding up to blocks.
 - The last column is the bytes of a row, scales included, over those of a bfloat16 row of this model.

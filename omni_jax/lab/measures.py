@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from omni_jax.lab.backend import Backend
 from omni_jax.lab.experiment import Experiment, workload
 from omni_jax.lab.records import RequestRow, Run
+from omni_jax.requests import EngineError
 from omni_jax.simulation.workload import Arrival
 
 CAPACITY_SEED = 10**9 + 1
@@ -19,6 +20,9 @@ def capacity(experiment: Experiment, backend: Backend, mix: str, done: Callable[
 
     All requests arrive at once. If at most c run at once, the first c and the last c completions are left out: the
     batch is not full during them.
+
+    Raises:
+        EngineError: a request failed.
     """
     arm = experiment.baseline_arm
     max_running = backend.max_running(arm)
@@ -26,6 +30,7 @@ def capacity(experiment: Experiment, backend: Backend, mix: str, done: Callable[
     arrivals = workload(experiment, mix, CAPACITY_SEED, rate=1.0, count=count)
     burst = [dataclasses.replace(arrival, at=0.0) for arrival in arrivals]
     run = backend.replay(arm, burst, tag=f"capacity {mix}", done=done)
+    _check_ended_well(run, f"the capacity of {mix}")
     return rate_of_completion(run, max_running)
 
 
@@ -37,6 +42,12 @@ def rate_of_completion(run: Run, max_running: int) -> float:
     if last <= first or ends[last] <= ends[first]:
         return len(ends) / max(ends[-1], 1e-9)
     return (last - first) / (ends[last] - ends[first])
+
+
+def _check_ended_well(run: Run, what: str) -> None:
+    for row in run.requests:
+        if row.failed:
+            raise EngineError(f"{what} cannot be measured: request {row.id} ended with {row.finish_reason!r}")
 
 
 Shape = tuple[str, int, int]  # kind, octaves of text tokens and of pixels, each in steps of 1 / PER_OCTAVE
@@ -67,6 +78,9 @@ def alone(
 
     Returns:
         by shape, seconds to the first token and from token to token.
+
+    Raises:
+        EngineError: a request failed.
     """
     found = dict(known)
     for arrival in arrivals:
@@ -74,8 +88,9 @@ def alone(
         if shape in found:
             continue
         one = dataclasses.replace(arrival, at=0.0, output_tokens=ALONE_TOKENS)
-        (row,) = backend.replay(experiment.baseline_arm, [one], tag=f"alone {shape}").requests
-        found[shape] = _pace(row)
+        run = backend.replay(experiment.baseline_arm, [one], tag=f"alone {shape}")
+        _check_ended_well(run, f"the latency of {arrival.id} on an idle engine")
+        found[shape] = _pace(run.requests[0])
         if done is not None:
             done()
     return found

@@ -10,17 +10,15 @@ import dataclasses
 import gc
 import hashlib
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.lab.experiment import TINY_VL, Arm, Experiment, workload
+from omni_jax.lab.machine import machine_facts
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import Run, RunRecorder, make_run
 from omni_jax.progress import StageReport
@@ -54,11 +52,8 @@ class RealBackend:
         """See Backend."""
         engine = self._engine(self._experiment.baseline_arm)
         return {
-            "omni-jax": version("omni-jax"),
-            "JAX": version("jax"),
-            "Python": platform.python_version(),
+            **machine_facts(),
             "device": engine.info.device,
-            "CPU cores": os.cpu_count(),
             "sequences at once": engine.info.max_num_seqs,
             "tokens a step": engine.info.max_num_batched_tokens,
         }

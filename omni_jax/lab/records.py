@@ -48,6 +48,11 @@ class RequestRow:
     pauses: int = 0
     preemptions: int = 0
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by its last token."""
+        return self.finish_reason not in ("stop", "length")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentRow:
@@ -346,7 +351,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically, gzipped if the name ends with .gz."""
-    data = json.dumps(content).encode()
+    data = json.dumps(content, allow_nan=False).encode()  # NaN is no JSON
     write_bytes(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 

@@ -5,11 +5,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from omni_jax.lab.experiment import Arm, Experiment, Rate, plain
+from omni_jax.lab.experiment import Arm, Experiment, Rate, cells, plain
 from omni_jax.lab.summary import ALL, Line
-from omni_jax.stats.intervals import Interval
+from omni_jax.stats.intervals import Comparison, Interval
 
+FEW_SEEDS = 5  # below this the report warns
 _UNITS = {"latency_ms": "ms", "ttft_ms": "ms", "tpot_ms": "ms", "queue_ms": "ms", "slowdown": "times"}
+_ATTAINMENT = ("slo_attainment", "share")
 
 
 def write_report(
@@ -19,7 +21,8 @@ def write_report(
     capacities: Mapping[str, float],
     figures: Mapping[str, str],
     missing: Sequence[str] = (),
-    facts: Mapping[str, Any],
+    failing: Sequence[str] = (),
+    facts: Sequence[Mapping[str, Any]],
 ) -> str:
     """Return the report in Markdown.
 
@@ -27,11 +30,25 @@ def write_report(
         capacities: capacity of the baseline in requests per second, by mix.
         figures: captions by file name.
         missing: names of cells that have not run.
-        facts: facts about the machine and versions.
+        failing: descriptions of cells in which too many requests failed.
+        facts: facts about the machine and versions; several if cells ran on different ones.
     """
     parts = [f"# {experiment.name}", experiment.about.strip()]
     if missing:
-        parts.append(f"**Incomplete:** {len(missing)} cells have not run; the first is {missing[0]}.")
+        some = f"{len(missing)} of {sum(1 for _ in cells(experiment))} cells have not run; the first is {missing[0]}"
+        parts.append(f"**Incomplete:** {some}. What is below comes from the others.")
+    if failing:
+        parts.append(
+            f"**Failed requests:** {'; '.join(failing)}. Latencies are those of the requests that ended well, so these "
+            "arms cannot be compared."
+        )
+    if (most := max((line.value.runs for line in lines), default=0)) == 1:
+        parts.append(
+            "**One seed: no intervals.** The seed is the unit, and one says nothing about how much another would "
+            "differ. Seeds can be added to the experiment; only they run then."
+        )
+    elif 1 < most < FEW_SEEDS:
+        parts.append(f"**Only {most} seeds:** intervals are wide and rough. Seeds can be added; only they run then.")
     parts += [
         "## Summary",
         _summary(experiment, lines),
@@ -46,14 +63,14 @@ def write_report(
     if figures:
         parts.append("## Figures")
         parts += [f"![{caption}]({name})\n\n{caption}." for name, caption in figures.items()]
-    parts += ["## How to read this", _NOTES.format(resamples=experiment.resamples)]
+    parts += ["## How to read this", _NOTES]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _summary(experiment: Experiment, lines: Sequence[Line]) -> str:
     """Return a table of changes against the baseline."""
     by = {
-        (line.arm, line.mix, line.rate, line.kind, line.metric, line.statistic): line.against.ratio
+        (line.arm, line.mix, line.rate, line.kind, line.metric, line.statistic): line.against
         for line in lines
         if line.against is not None
     }
@@ -61,35 +78,50 @@ def _summary(experiment: Experiment, lines: Sequence[Line]) -> str:
     kinds = [kind for kind in ("text", "image", "table") if any(key[3] == kind for key in by)]
     columns = [((kind, metric, "p95"), f"{kind}, P95") for kind in kinds]
     columns += [((kind, metric, "sd"), f"{kind}, sd") for kind in kinds[:1]]
-    columns += [((ALL, "slo_attainment", "share"), "SLO attainment"), ((ALL, "tokens_per_second", "mean"), "tokens/s")]
+    columns += [((ALL, *_ATTAINMENT), "SLO attainment, points"), ((ALL, "tokens_per_second", "mean"), "tokens/s")]
     columns = [column for column in columns if any(key[3:] == column[0] for key in by)]
+
+    def row(arm: str, mix: str, rate: str) -> list[str]:
+        found = [by.get((arm, mix, rate, *key)) for key, _ in columns]
+        seeds = max(against.difference.runs for against in found if against is not None)
+        return [
+            *(arm, mix, rate, str(seeds)),
+            *(_change(against, key[1:]) for against, (key, _) in zip(found, columns, strict=True)),
+        ]
+
     rows = [
-        [arm.name, mix, rate.name, *(_change(by.get((arm.name, mix, rate.name, *key))) for key, _ in columns)]
+        row(arm.name, mix, rate.name)
         for mix in experiment.mixes
         for rate in experiment.rates
         for arm in experiment.arms
         if any(key[:3] == (arm.name, mix, rate.name) for key in by)
     ]
     if not rows:
-        return "No comparison yet."
+        return "No comparison yet." if len(experiment.arms) > 1 else "One arm: nothing to compare."
     what = "slowdown (latency over that of the same request alone)" if metric == "slowdown" else "latency"
     return (
-        f"Change of {what} against {experiment.baseline_arm.name}, by kind of request. **Bold**: the 95 % interval "
-        "excludes no change.\n\n" + _table(["arm", "mix", "rate", *(name for _, name in columns)], rows)
+        f"Change of {what} against {experiment.baseline_arm.name}, by kind of request; the unit is the seed. **Bold**: "
+        "the 95 % interval excludes no change.\n\n"
+        + _table(["arm", "mix", "rate", "seeds", *(name for _, name in columns)], rows)
     )
 
 
-def _change(ratio: Interval | None) -> str:
-    if ratio is None or not math.isfinite(ratio.value):
+def _change(against: Comparison | None, what: tuple[str, str]) -> str:
+    """Format a ratio as a change in per cent, and shares as a change in percentage points."""
+    if against is None:
         return "-"
-    text = f"{100 * (ratio.value - 1):+.1f} %"
-    if not math.isfinite(ratio.low):
-        return text
-    text += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"
-    return text if ratio.low <= 1 <= ratio.high else f"**{text}**"
+    points = what == _ATTAINMENT
+    found, none = (against.difference, 0) if points else (against.ratio, 1)
+    value, low, high = (100 * (bound - none) for bound in (found.value, found.low, found.high))
+    if not math.isfinite(value):
+        return "-"
+    text = f"{value:+.1f}" if points else f"{value:+.1f} %"
+    if math.isfinite(low):
+        text += f" [{low:+.1f}, {high:+,.1f}]"
+    return f"**{text}**" if found.excludes(none) else text
 
 
-def _setup(experiment: Experiment, capacities: Mapping[str, float], facts: Mapping[str, Any]) -> list[str]:
+def _setup(experiment: Experiment, capacities: Mapping[str, float], facts: Sequence[Mapping[str, Any]]) -> list[str]:
     if experiment.backend == "real":
         how = f"The real engine, model `{_model_name(experiment)}`."
     elif experiment.gpu is not None:
@@ -123,7 +155,9 @@ def _setup(experiment: Experiment, capacities: Mapping[str, float], facts: Mappi
     if capacities:
         served = ", ".join(f"{mix} {capacity:.3g} requests/s" for mix, capacity in capacities.items())
         parts.append(f"Capacity of the baseline, to which percentages of rate refer: {served}.")
-    parts.append(", ".join(f"{name} {value}" for name, value in facts.items()))
+    if len(facts) > 1:
+        parts.append(f"**The cells ran on {len(facts)} machines or versions:**")
+    parts += ["; ".join(f"{name}: {value}" for name, value in found.items()) + "." for found in facts]
     return parts
 
 
@@ -155,7 +189,8 @@ def _results(experiment: Experiment, lines: Sequence[Line]) -> Iterable[str]:
             [
                 kind if first else "",
                 arm,
-                str(by[arm, kind, metric, "mean"].count),
+                str(by[arm, kind, metric, "mean"].requests),
+                _failed(by[arm, kind, "failed", "count"]),
                 *(_number(by[arm, kind, metric, name].value) for name in ("mean", "p50", "p95", "p99", "sd")),
             ]
             for kind in kinds
@@ -163,29 +198,34 @@ def _results(experiment: Experiment, lines: Sequence[Line]) -> Iterable[str]:
         ]
         if rows:
             yield f"### {title}"
-            yield _table(["kind", "arm", "n", "mean", "P50", "P95", "P99", "sd"], rows)
+            yield _table(["kind", "arm", "n", "failed", "mean", "P50", "P95", "P99", "sd"], rows)
     rows = [
-        [kind if first else "", arm, _share(by[arm, kind, "slo_attainment", "share"].value)]
+        [kind if first else "", arm, _share(by[arm, kind, *_ATTAINMENT].value)]
         for kind in kinds
-        for first, arm in _mark_first(arm for arm in arms if (arm, kind, "slo_attainment", "share") in by)
+        for first, arm in _mark_first(arm for arm in arms if (arm, kind, *_ATTAINMENT) in by)
     ]
     if rows:
         yield "### SLO attainment"
         yield _table(["kind", "arm", "share of requests that met all objectives"], rows)
     metrics = ("requests_per_second", "tokens_per_second", "busy_tokens_per_second", "pauses", "preemptions")
     rows = [[arm, *(_number(by[arm, ALL, metric, "mean"].value) for metric in metrics)] for arm in arms]
+    for row, arm in zip(rows, arms, strict=True):
+        row[1:1] = [str(by[arm, ALL, metrics[0], "mean"].value.runs), _failed(by[arm, ALL, "failed", "count"])]
     yield "### Throughput"
-    yield _table(["arm", "requests/s", "tokens/s", "tokens/s while busy", "pauses a run", "preemptions a run"], rows)
+    names = ["requests/s", "tokens/s", "tokens/s while busy", "pauses a seed", "preemptions a seed"]
+    yield _table(["arm", "seeds", "failed", *names], rows)
     compared = [line for line in lines if line.against is not None and _in_report(line)]
     if compared:
-        yield f"### Paired with {experiment.baseline_arm.name}, by request"
+        yield f"### Paired with {experiment.baseline_arm.name}, by seed and request"
         yield _table(
-            ["arm", "kind", "metric", "difference", "ratio"],
+            ["arm", "kind", "metric", "seeds", "requests", "difference", "ratio"],
             [
                 [
                     line.arm,
                     line.kind,
                     f"{_NAMES.get(line.metric, line.metric)} {_STATISTICS.get(line.statistic, '')}".strip(),
+                    str(line.against.difference.runs),
+                    str(line.paired),
                     _number(line.against.difference, _UNITS.get(line.metric, "")),
                     _number(line.against.ratio),
                 ]
@@ -214,11 +254,17 @@ def _in_report(line: Line) -> bool:
     return line.metric in ("slo_attainment", "tokens_per_second", "busy_tokens_per_second")
 
 
+def _failed(line: Line) -> str:
+    """Return the number of failed requests of all seeds."""
+    return str(round(line.value.value * line.value.runs))
+
+
 def _mark_first(names: Iterable[str]) -> Iterable[tuple[bool, str]]:
     return ((number == 0, name) for number, name in enumerate(names))
 
 
 def _number(interval: Interval, unit: str = "") -> str:
+    """Format a value with its bounds; a bound that overflowed has infinity's sign."""
     if not math.isfinite(interval.value):
         return "-"
     text = _digits(interval.value) + (f" {unit}" if unit else "")
@@ -228,7 +274,7 @@ def _number(interval: Interval, unit: str = "") -> str:
 def _digits(value: float) -> str:
     """Format with three significant digits, never with an exponent."""
     if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
+        return "∞" if value == math.inf else f"{value:g}"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
@@ -247,12 +293,17 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 _NOTES = """\
-- Brackets hold 95 % intervals. Those of requests come from {resamples} bootstrap resamples of blocks of consecutive
-  arrivals within each seed, since neighbours wait in the same queue; those of throughput come from the seeds (Student's
-  t). The interval of a difference or ratio draws the same requests from both arms. Intervals show how much a number
-  depends on the requests and seeds that were drawn; they do not cover other machines.
-- Percentiles are interpolated between ranks; sd is the standard deviation, the jitter. A P99 of a few hundred requests
-  depends on a handful of them.
+- **Unit and test.** The unit is the seed: a statistic is computed from the requests of each seed, and a number here is
+  its mean over seeds. Brackets hold 95 % intervals by Student's t over seeds: of the numbers themselves on the log
+  scale, so that none reaches below zero; of paired differences; of the logarithms of paired ratios, whose mean is
+  geometric. Two arms without a difference are called different in about 5 % of comparisons. The tables make many
+  comparisons and do not correct for that.
+- **Pairs.** A comparison takes the seeds that both arms ran, and in each seed the requests (by id) that ended well
+  under both. An interval covers other seeds, so other requests and arrivals; it does not cover other machines or mixes.
+- **Failed requests** have no latency and are in no latency statistic; they miss their objectives. Their number is in
+  the column `failed`.
+- Percentiles are interpolated between ranks; sd is the standard deviation of a seed's requests, the jitter. A P99 of a
+  few hundred requests depends on a handful of them.
 - Arrivals keep their times even if the engine falls behind, and latency counts from the arrival.
 - Slowdown is a request's latency over that of the same request on an idle engine with the baseline's settings, for
   which lengths are grouped in steps of 9 %.

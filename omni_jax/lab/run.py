@@ -7,10 +7,11 @@ report.
     results/report.md, figures, requests.csv, segments.csv, steps.csv, summary.csv
 """
 
+import collections
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from omni_jax.lab.experiment import (
     Cell,
     Experiment,
     cells,
-    digest,
     plain,
     settings_of,
     shared_settings,
@@ -31,17 +31,18 @@ from omni_jax.lab.experiment import (
 )
 from omni_jax.lab.figures import NoMatplotlib, write_figures
 from omni_jax.lab.measures import Shape, alone, capacity, seconds_alone, shape_of
-from omni_jax.lab.records import read_json, read_run, write_bytes, write_json, write_run
+from omni_jax.lab.records import Run, read_json, read_run, write_bytes, write_json, write_run
 from omni_jax.lab.report import write_report
-from omni_jax.lab.summary import Judged, judge, summarise, write_tables
+from omni_jax.lab.resume import OtherSettings, difference, is_kept, stamped
+from omni_jax.lab.summary import Runs, judge, summarise, write_tables
+from omni_jax.requests import EngineError
+from omni_jax.simulation.workload import Arrival
 
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str, int], None]  # (current work, requests that ended since the last call)
 
-
-class OtherSettings(ValueError):
-    """The directory holds results of other settings."""
+MAX_FAILED = 0.01  # share of a run's requests that may fail; the others no longer stand for all
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -52,7 +53,9 @@ class _Measures:
     traffic: dict[str, Any] = dataclasses.field(default_factory=dict)  # by mix; what the capacities were measured with
     capacities: dict[str, float] = dataclasses.field(default_factory=dict)
     alone: dict[Shape, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    facts: list[dict[str, Any]] = dataclasses.field(
+        default_factory=list
+    )  # more than one if machine or versions changed
 
 
 def run_experiment(
@@ -70,6 +73,7 @@ def run_experiment(
 
     Raises:
         OtherSettings: `out` holds runs of other settings; the message names the first that differs.
+        EngineError: the engine failed, or more than MAX_FAILED of a run's requests did; the report is written then.
         ValueError: a workload can never run, the engine refuses its settings, or a file in `out` is damaged.
         EngineError: a request failed. Its cell has no file, so that the next run repeats it.
         OSError: a model, trace or directory cannot be read or written.
@@ -91,7 +95,8 @@ def _run_cells(
 
             backend = make_backend(experiment, stack.enter_context(stage_bars()))
         report = stack.enter_context(_progress(len(todo) * experiment.requests, quiet))
-        measures.facts = dict(backend.facts())
+        if (facts := dict(backend.facts())) not in measures.facts:
+            measures.facts.append(facts)
         wanted = dict.fromkeys(cell.mix for cell in todo if cell.rate.of_capacity is not None)
         for mix in wanted:
             if mix not in measures.capacities:
@@ -115,9 +120,15 @@ def _run_cells(
             report(at, 0)
             arrivals = with_slo_of(cell.arm, _workload(experiment, cell, measures))
             run = backend.replay(cell.arm, arrivals, tag=cell.name, done=lambda at=at: report(at, 1))
+            _check_complete(run, arrivals, cell)
             write_run(_file(out, cell), run, _settings(experiment, cell, measures))
         if (times := backend.step_times()) is not None:
             write_json(out / "step-times.json", times)
+
+
+def _check_complete(run: Run, arrivals: Sequence[Arrival], cell: Cell) -> None:
+    if missing := sorted({arrival.id for arrival in arrivals} - {row.id for row in run.requests}):
+        raise EngineError(f"{cell.name}: {len(missing)} of {len(arrivals)} requests never ended, such as {missing[0]}")
 
 
 def write_results(experiment: Experiment, out: Path) -> Path:
@@ -125,19 +136,22 @@ def write_results(experiment: Experiment, out: Path) -> Path:
 
     Returns:
         the path of the report.
+
+    Raises:
+        EngineError: more than MAX_FAILED of a run's requests failed; everything is written all the same.
     """
     measures = _read_measures(experiment, out, False)
-    runs, missing = {}, []
+    runs: dict[str, Any] = {}
+    missing: list[str] = []
     for cell in cells(experiment):
         if not _is_done(experiment, cell, out, measures, False):
             missing.append(cell.name)
             continue
         run, _ = read_run(_file(out, cell))
         seconds = seconds_alone(_workload(experiment, cell, measures), measures.alone) if experiment.slowdown else {}
-        judged: tuple[Judged, ...] = tuple(
-            judge(row, experiment.slo.get(row.kind), seconds.get(row.id)) for row in run.requests
-        )
+        judged = tuple(judge(row, experiment.slo.get(row.kind), seconds.get(row.id)) for row in run.requests)
         runs[cell.name] = cell, run, judged
+    failing = list(_failing(runs))
     lines = summarise(experiment, runs)
     write_tables(out, runs, lines)
     try:
@@ -151,10 +165,25 @@ def write_results(experiment: Experiment, out: Path) -> Path:
         capacities=measures.capacities,
         figures=figures,
         missing=missing,
+        failing=failing,
         facts=measures.facts,
     )
     write_bytes(out / "report.md", text.encode())
+    if failing:
+        raise EngineError(
+            f"more than {100 * MAX_FAILED:g} % of the requests of a run failed: {'; '.join(failing)}. "
+            f"{out / 'report.md'} is written, but compares what survived. To run a cell again, delete its file in "
+            f"{out / 'cells'} and repeat the command"
+        )
     return out / "report.md"
+
+
+def _failing(runs: Runs) -> Iterator[str]:
+    """Yield a description of each cell in which more than MAX_FAILED of the requests failed."""
+    for name, (_, _, some) in runs.items():
+        reasons = collections.Counter(judged.row.finish_reason for judged in some if judged.failed)
+        if reasons.total() > MAX_FAILED * len(some):
+            yield f"{reasons.total()} of {len(some)} requests of {name} ({', '.join(reasons)})"
 
 
 def _workload(experiment: Experiment, cell: Cell, measures: _Measures):
@@ -175,8 +204,7 @@ def _file(out: Path, cell: Cell) -> Path:
 
 
 def _settings(experiment: Experiment, cell: Cell, measures: _Measures) -> dict[str, Any]:
-    settings = settings_of(experiment, cell) | {"requests_per_second": _per_second(cell, measures)}
-    return settings | {"digest": digest(settings)}
+    return stamped(settings_of(experiment, cell) | {"requests_per_second": _per_second(cell, measures)})
 
 
 def _is_done(experiment: Experiment, cell: Cell, out: Path, measures: _Measures, overwrite: bool) -> bool:
@@ -187,25 +215,8 @@ def _is_done(experiment: Experiment, cell: Cell, out: Path, measures: _Measures,
         if overwrite:
             return False
         raise OtherSettings(f"{path} needs the capacity it was run at, and {out / 'measures.json'} lacks it")
-    settings = _settings(experiment, cell, measures)
     _, found = read_run(path)
-    if found == settings:
-        return True
-    if overwrite:
-        return False
-    raise OtherSettings(
-        f"{path} was run with other settings ({_difference(found, settings)}): choose another directory, or "
-        "--overwrite to run these cells again"
-    )
-
-
-def _difference(found: Any, wanted: Any, where: str = "") -> str:
-    """Describe the first setting that differs."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in [*wanted, *(key for key in found if key not in wanted)]:
-            if key != "digest" and found.get(key) != wanted.get(key):
-                return _difference(found.get(key), wanted.get(key), f"{where}.{key}" if where else key)
-    return f"{where} was {found!r} and is now {wanted!r}"
+    return is_kept(path, found, _settings(experiment, cell, measures), overwrite=overwrite)
 
 
 def _read_measures(experiment: Experiment, out: Path, overwrite: bool) -> _Measures:
@@ -218,7 +229,7 @@ def _read_measures(experiment: Experiment, out: Path, overwrite: bool) -> _Measu
         if overwrite:
             return _Measures(settings=settings)
         raise OtherSettings(
-            f"{path} was measured with other settings ({_difference(content['settings'], settings)}): choose another "
+            f"{path} was measured with other settings ({difference(content['settings'], settings)}): choose another "
             "directory, or --overwrite to measure and run again"
         )
     capacities = {}
@@ -229,14 +240,14 @@ def _read_measures(experiment: Experiment, out: Path, overwrite: bool) -> _Measu
         elif not overwrite:
             raise OtherSettings(
                 f"{path}: the capacity of the mix {name} was measured with other settings "
-                f"({_difference(found['traffic'], traffic)}): rename the mix, or --overwrite"
+                f"({difference(found['traffic'], traffic)}): rename the mix, or --overwrite"
             )
     return _Measures(
         settings=settings,
         traffic={name: found["traffic"] for name, found in content["capacities"].items()},
         capacities=capacities,
         alone={(kind, text, pixels): (first, pace) for kind, text, pixels, first, pace in content["alone"]},
-        facts=content["facts"],
+        facts=list(content["facts"]),
     )
 
 

@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from omni_jax.cost import CostModel, ModelSizes, Roofline, TableCost
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.lab.experiment import TINY_VL, Arm, Experiment
+from omni_jax.lab.machine import machine_facts
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import Run, make_run
 from omni_jax.models import model_config
@@ -78,7 +77,7 @@ class SimulatedBackend:
     def facts(self) -> Mapping[str, Any]:
         """See Backend."""
         config, cost, _ = self._parts(self._experiment.baseline_arm)
-        facts: dict[str, Any] = {"omni-jax": version("omni-jax"), "Python": platform.python_version()}
+        facts = machine_facts()
         if isinstance(cost, Roofline):
             facts |= {
                 "parameters": f"{cost.sizes.parameters / 1e9:.2f} billion",

@@ -1,8 +1,14 @@
-"""Statistics with bootstrap intervals, and paired comparisons, of arrays.
+"""Statistics of runs with Student's intervals, and comparisons paired by run.
 
-Requests of one run are not independent: neighbours wait in the same queue. So the bootstrap draws blocks of consecutive
-arrivals (the circular block bootstrap of Politis and Romano, 1992), separately for each run. Arms have the same
-arrivals, and a comparison draws the same requests from both.
+The unit is the run: one seed of an experiment, one round of a benchmark, one text of a study. What happens within a run
+is no sample of what happens between runs. Neighbours wait in the same queue, and all of a run's requests share its
+arrivals and the state of the machine, so an interval from resampled requests leaves out what varies most (Kalibera and
+Jones, "Rigorous benchmarking in reasonable time", 2013). A run therefore counts as one number, and a single run has no
+interval.
+
+A mean of numbers that cannot be negative has its interval on the log scale by the delta method, mean * exp(+-t * se /
+mean), which never reaches below zero. It also covers skewed numbers at least as well as mean +- t * se does. Ratios are
+averaged and bounded as logarithms, so that halving and doubling weigh the same.
 """
 
 import dataclasses
@@ -14,105 +20,111 @@ from scipy.special import stdtrit  # scipy.stats takes a second to import
 
 CONFIDENCE = 0.95
 
-Statistic = Callable[[np.ndarray], np.ndarray]  # [..., requests] -> [...]
+Statistic = Callable[[np.ndarray], float]  # of the values of one run, at least one
 
-# By name in summary.csv. Percentiles are interpolated between ranks; sd divides by n - 1.
+# By name in summary.csv. Percentiles are interpolated between ranks; sd divides by n - 1, and is NaN for one value.
 STATISTICS: Mapping[str, Statistic] = {
-    "mean": lambda values: values.mean(axis=-1),
-    "p50": lambda values: np.percentile(values, 50, axis=-1),
-    "p95": lambda values: np.percentile(values, 95, axis=-1),
-    "p99": lambda values: np.percentile(values, 99, axis=-1),
-    "sd": lambda values: values.std(axis=-1, ddof=1) if values.shape[-1] > 1 else np.zeros(values.shape[:-1]),
+    "mean": lambda values: float(values.mean()),
+    "p50": lambda values: float(np.percentile(values, 50)),
+    "p95": lambda values: float(np.percentile(values, 95)),
+    "p99": lambda values: float(np.percentile(values, 99)),
+    "sd": lambda values: float(values.std(ddof=1)) if values.size > 1 else math.nan,
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A number with the bounds of its 95 % interval."""
+    """A number with the bounds of its 95 % interval, which are NaN for a single run.
+
+    Attributes:
+        runs: number of runs that it comes from.
+    """
 
     value: float
     low: float
     high: float
+    runs: int
+
+    def excludes(self, number: float) -> bool:
+        """Return whether a number lies outside the bounds; False without bounds."""
+        return number < self.low or number > self.high
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of an arm with the baseline, over the same requests.
+    """Comparison of an arm with the baseline, paired by run.
 
     Attributes:
-        difference: the arm's number minus the baseline's.
-        ratio: the arm's number divided by the baseline's.
+        difference: mean of the arm's numbers minus the baseline's.
+        ratio: geometric mean of the arm's numbers over the baseline's; NaN if one of them is zero.
     """
 
     difference: Interval
     ratio: Interval
 
 
-def resamples(runs: Sequence[int], *, count: int, seed: int) -> np.ndarray:
-    """Draw resamples of requests, in blocks of about the square root of the run's length.
+def over_runs(values: Sequence[float], *, most: float = math.inf) -> Interval:
+    """Return the mean of one number per run.
 
     Args:
-        runs: number of requests of each run; requests are in order of arrival, run after run.
-        count: number of resamples.
-
-    Returns:
-        int64 [count, sum of runs], the indices of the requests in each resample.
-    """
-    draw = np.random.default_rng([seed, *runs])
-    columns, first = [], 0
-    for size in runs:
-        block = max(1, round(math.sqrt(size)))
-        starts = draw.integers(0, size, (count, -(-size // block)))
-        places = (starts[:, :, None] + np.arange(block)) % size
-        columns.append(first + places.reshape(count, -1)[:, :size])
-        first += size
-    return np.concatenate(columns, axis=1)
-
-
-def interval(values: np.ndarray, statistic: Statistic, drawn: np.ndarray) -> Interval:
-    """Return a statistic of `values` [requests] with its percentile interval over `drawn`, see resamples."""
-    return _interval(float(statistic(values)), statistic(values[drawn]))
-
-
-def compare(arm: np.ndarray, baseline: np.ndarray, statistic: Statistic, drawn: np.ndarray) -> Comparison:
-    """Compare a statistic of an arm's values [requests] with the baseline's, paired by request.
+        values: none is negative; NaN where a run has no such number, which leaves that run out.
+        most: the largest possible value: 1 for shares.
 
     Raises:
-        ValueError: the arrays differ in shape.
+        ValueError: a value is negative or above `most`.
     """
-    if arm.shape != baseline.shape:
-        raise ValueError(f"a paired comparison needs the same requests, got {arm.shape} and {baseline.shape} values")
-    mine, theirs = statistic(arm[drawn]), statistic(baseline[drawn])
-    whole, other = float(statistic(arm)), float(statistic(baseline))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = mine / theirs
+    numbers = np.asarray(values, float)
+    numbers = numbers[~np.isnan(numbers)]
+    if numbers.size and not (numbers.min() >= 0 and numbers.max() <= most):
+        raise ValueError(f"expected values from 0 to {most:g}, got {numbers.min():g} to {numbers.max():g}")
+    mean, half = _student(numbers)
+    if not mean > 0:  # all are zero, or there are none
+        return Interval(value=mean, low=mean + half, high=mean + half, runs=numbers.size)
+    factor = math.exp(half / mean)  # NaN stays NaN: min returns its first argument then
+    return Interval(value=mean, low=mean / factor, high=min(mean * factor, most), runs=numbers.size)
+
+
+def compare(values: Sequence[float], baseline: Sequence[float], *, most: float = math.inf) -> Comparison:
+    """Compare one number per run with those of the baseline's same runs. A run where either is NaN is left out.
+
+    Args:
+        values, baseline, most: see over_runs.
+
+    Raises:
+        ValueError: the numbers of runs differ.
+    """
+    mine, theirs = np.asarray(values, float), np.asarray(baseline, float)
+    if mine.shape != theirs.shape:
+        raise ValueError(f"a paired comparison needs the same runs, got {mine.size} and {theirs.size}")
+    there = ~np.isnan(mine) & ~np.isnan(theirs)
+    mine, theirs = mine[there], theirs[there]
+    difference, half = _student(mine - theirs)
+    if (mine > 0).all() and (theirs > 0).all():
+        logarithm, spread = _student(np.log(mine) - np.log(theirs))
+    else:
+        logarithm = spread = math.nan
     return Comparison(
-        difference=_interval(whole - other, mine - theirs),
-        ratio=_interval(whole / other if other else math.nan, ratios),
+        difference=Interval(
+            value=difference, low=max(difference - half, -most), high=min(difference + half, most), runs=mine.size
+        ),
+        ratio=Interval(
+            value=math.exp(logarithm),
+            low=math.exp(logarithm - spread),
+            high=_exp(logarithm + spread),
+            runs=mine.size,
+        ),
     )
 
 
-def _interval(value: float, drawn: np.ndarray) -> Interval:
-    drawn = drawn[np.isfinite(drawn)]
-    if not drawn.size:
-        return Interval(value=value, low=math.nan, high=math.nan)
-    low, high = np.percentile(drawn, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
-    return Interval(value=value, low=float(low), high=float(high))
-
-
-def over_runs(values: Sequence[float], baseline: Sequence[float] | None = None) -> Interval:
-    """Return the mean of one number per run with Student's interval; the bounds are NaN for a single run.
-
-    Args:
-        values: for example the throughput of each run.
-        baseline: numbers of the same runs by which the values are divided.
-    """
-    numbers = np.asarray(values, float)
-    if baseline is not None:
-        numbers = numbers / np.asarray(baseline, float)
-    mean = float(numbers.mean())
+def _student(numbers: np.ndarray) -> tuple[float, float]:
+    """Return the mean and half the width of its interval; NaN where there are too few numbers."""
+    if not numbers.size:
+        return math.nan, math.nan
     if numbers.size < 2:
-        return Interval(value=mean, low=math.nan, high=math.nan)
+        return float(numbers.mean()), math.nan
     quantile = float(stdtrit(numbers.size - 1, (1 + CONFIDENCE) / 2))
-    half = quantile * float(numbers.std(ddof=1)) / math.sqrt(numbers.size)
-    return Interval(value=mean, low=mean - half, high=mean + half)
+    return float(numbers.mean()), quantile * float(numbers.std(ddof=1)) / math.sqrt(numbers.size)
+
+
+def _exp(value: float) -> float:
+    return math.inf if value > 700 else math.exp(value)  # two runs that disagree by orders of magnitude

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from cyclopts.types import ExistingFile, PositiveInt
 
 from serving.cli.options import AsJson, LogLevel, Switch
-from serving.cli.support import expected_errors, fail, find_custom_functions, log_to_stderr, usage_error
+from serving.cli.support import expected_errors, fail, find_custom_functions, interrupted, log_to_stderr, usage_error
 
 EXAMPLE = "omni-jax ablate examples/ablation/two-minute.yaml -o results/"
 
@@ -56,5 +56,7 @@ def ablate(
     except expected_errors() as error:
         logging.getLogger(__name__).debug("ablate failed", exc_info=True)
         fail(str(error))
+    except KeyboardInterrupt:
+        return interrupted("cells", out / "cells")
     print(json.dumps({"report": str(report)}) if as_json else f"wrote {report}")
     return 0

@@ -102,6 +102,12 @@ def usage_error(message: str) -> NoReturn:
     sys.exit(USAGE)
 
 
+def interrupted(what: str, where: Path) -> int:
+    """Says how a study goes on that was interrupted, and returns the exit code for it."""
+    print(f"omni-jax: interrupted; repeat the command to resume: finished {what} are in {where}", file=sys.stderr)
+    return INTERRUPTED
+
+
 def log_to_stderr(level: str) -> None:
     """Sets logging up for a --log-level."""
     handler = _StderrHandler()

@@ -19,7 +19,6 @@ EXPERIMENT = {
     "rates": ["80%", 3],
     "requests": 24,
     "seeds": [1, 2],
-    "resamples": 50,
 }
 
 

@@ -2,11 +2,13 @@
 logprobs and plans with the rows that each sequence holds."""
 
 import collections
+import dataclasses
 import json
 import math
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.lab.figures import NoMatplotlib
@@ -23,8 +25,9 @@ from omni_jax.lab.kv_study import (
     read_texts,
     study,
 )
+from omni_jax.lab.kv_study_files import kept_plans, plan_settings, write_plan
 from omni_jax.lab.kv_study_report import summarise, table, write_results
-from omni_jax.requests import Delta, InvalidRequest, Request, Sequence, TokenLogprob
+from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, Sequence, TokenLogprob
 from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.telemetry.recorder import Recorder
 from serving.cli import kv_study as kv_study_cli
@@ -102,14 +105,15 @@ class StudyEngine:
 
 def windows(count=3, prompt=20, steps=5):
     return [
-        Window(prompt_ids=tuple(range(prompt)), forced_ids=tuple(range(100 * w, 100 * w + steps + 1)))
+        Window(prompt_ids=tuple(range(prompt)), forced_ids=tuple(range(100 * w, 100 * w + steps + 1)), document=w)
         for w in range(count)
     ]
 
 
-def made(plan, nll, rows, *, blocks=None, block_bytes=64):
+def made(plan, nll, rows, *, blocks=None, block_bytes=64, documents=None):
     return Measured(
         plan=plan,
+        documents=tuple(range(len(nll))) if documents is None else documents,
         nll=np.asarray(nll, float),
         rows=np.asarray(rows),
         blocks=np.asarray(rows if blocks is None else blocks),
@@ -118,6 +122,7 @@ def made(plan, nll, rows, *, blocks=None, block_bytes=64):
         seconds=1.0,
         device="fake",
         dtype="float32",
+        machine={"CPU": "made up", "omni-jax": "0.0"},
     )
 
 
@@ -171,29 +176,48 @@ def test_windows_follow_one_another_in_the_text():
     tokenizer = make_tokenizer()
     texts = ["To be, or not to be, that is the question.", "Whether 'tis nobler in the mind to suffer"]
     ids = tokenizer.encode("".join(text + "\n\n" for text in texts))
-    found = cut_windows(iter(texts), tokenizer, windows=3, prompt_tokens=8, steps=3)
+    found = cut_windows(enumerate(texts), tokenizer, windows=3, prompt_tokens=8, steps=3)
     assert [len(w.prompt_ids) for w in found] == [8] * 3
     assert [token for w in found for token in (*w.prompt_ids, *w.forced_ids)] == ids[:36]
+    first = len(tokenizer.encode(texts[0] + "\n\n"))
+    assert [w.document for w in found] == [int(start >= first) for start in (0, 12, 24)]
+    assert len({w.document for w in found}) == 2
+
+
+def test_each_window_begins_with_the_bos_that_the_tokenizer_adds():
+    """As llama.cpp's perplexity does. The BOS is the first of the prompt's tokens, and no token of the text is lost."""
+    plain, with_bos = make_tokenizer(), make_tokenizer()
+    bos = next(iter(with_bos.special_ids))
+    name = with_bos.token_text(bos)
+    with_bos._backend.post_processor = TemplateProcessing(single=f"{name} $A {name}", special_tokens=[(name, bos)])
+    text = "To be, or not to be, that is the question."
+    assert with_bos.encode(text) == [bos, *plain.encode(text), bos]
+    found = cut_windows(iter([(1, text)]), with_bos, windows=2, prompt_tokens=5, steps=3)
+    assert [(w.prompt_ids[0], len(w.prompt_ids), len(w.forced_ids)) for w in found] == [(bos, 5, 4)] * 2
+    assert [token for w in found for token in (*w.prompt_ids[1:], *w.forced_ids)] == plain.encode(text)[:16]
+    (alone,) = cut_windows(iter([(1, text)]), with_bos, windows=1, prompt_tokens=1, steps=3)
+    assert alone.prompt_ids == (bos,)
 
 
 def test_a_short_text_is_refused_with_both_numbers():
     with pytest.raises(BadText, match=r"the text has \d+ tokens, but 50 windows of 769 need 38,450.* at most 0"):
-        cut_windows(iter(["short"]), make_tokenizer(), windows=50, prompt_tokens=512, steps=256)
+        cut_windows(iter([(1, "short")]), make_tokenizer(), windows=50, prompt_tokens=512, steps=256)
 
 
 def test_texts_are_read_only_as_far_as_needed():
     def texts():
-        yield "a b c d e f g h " * 20
+        yield 1, "a b c d e f g h " * 20
         raise AssertionError("one text was enough")
 
     assert len(cut_windows(texts(), make_tokenizer(), windows=2, prompt_tokens=5, steps=2)) == 2
 
 
-def test_texts_of_jsonl_and_of_a_plain_file(tmp_path):
+def test_each_line_is_a_document_and_so_is_a_plain_file(tmp_path):
     rows, plain = tmp_path / "a.jsonl", tmp_path / "a.txt"
     rows.write_text('{"text": "one\\ntwo"}\n\n{"text": "three", "id": 3}\n')
     plain.write_text("one\ntwo\n\n\n\nthree\n")
-    assert list(read_texts(rows)) == list(read_texts(plain)) == ["one\ntwo", "three"]
+    assert list(read_texts(rows)) == [(1, "one\ntwo"), (3, "three")]
+    assert list(read_texts(plain)) == [(1, "one\ntwo"), (1, "three")]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +287,7 @@ def test_a_missing_logprob_is_an_error():
                 for delta in super().step()
             ]
 
-    with pytest.raises(RuntimeError, match="1 windows lack some of their 6 logprobs"):
+    with pytest.raises(EngineError, match="1 windows lack some of their 6 logprobs"):
         measure(Silent(), OFF, windows())
 
 
@@ -274,7 +298,7 @@ def test_a_recomputed_decode_step_is_an_error():
                 start, count = 0, 23
             return super()._row(sequence, start, count)
 
-    with pytest.raises(RuntimeError, match="3 of 15 decode steps were not recorded"):
+    with pytest.raises(EngineError, match="3 of 15 decode steps were not recorded"):
         measure(Preempting(), OFF, windows())
 
 
@@ -283,7 +307,7 @@ def test_a_window_that_fails_is_named():
         def step(self):
             return [Delta(request_id="2", finish_reason="error", error="logits are not numbers")]
 
-    with pytest.raises(RuntimeError, match="window 2 of plan off: logits are not numbers"):
+    with pytest.raises(EngineError, match="window 2 of plan off: logits are not numbers"):
         measure(Failing(), OFF, windows())
 
 
@@ -338,14 +362,35 @@ def test_lines_equal_results_worked_out_by_hand():
     assert quantised.saved == pytest.approx(1 - 17 / 64)
 
 
-def test_the_interval_is_over_windows():
-    """Oracle: the normal interval of the mean of 2,000 windows, each of which changes by one factor in all steps."""
-    factors = np.random.default_rng(0).uniform(1.0, 1.1, (2000, 1))
-    base = made("off", np.ones((2000, 4)), np.ones((2000, 4)))
-    worse = made("worse", base.nll * factors, base.rows)
+def test_the_interval_is_over_documents():
+    """Oracle: Student's interval of the logarithms of 20 documents' ratios, each of which holds for all its windows."""
+    rng, documents = np.random.default_rng(0), 20
+    factors = rng.uniform(1.0, 1.1, documents)
+    base = made("off", np.ones((100, 4)), np.ones((100, 4)), documents=tuple(range(documents)) * 5)
+    worse = made("worse", base.nll * np.tile(factors, 5)[:, None], base.rows, documents=base.documents)
     found = summarise([base, worse])[1].against.ratio
-    assert found.low < found.value < found.high
-    assert found.high - found.low == pytest.approx(2 * 1.96 * 0.1 / math.sqrt(12 * 2000), rel=0.3)
+    assert found.runs == documents
+    logs = np.log(factors)
+    half = 2.093 * logs.std(ddof=1) / math.sqrt(documents)
+    assert (math.log(found.low), math.log(found.high)) == pytest.approx(
+        (logs.mean() - half, logs.mean() + half), rel=1e-3
+    )
+
+
+def test_each_document_counts_once():
+    """Three windows of one document are no more than one of another."""
+    base = made("off", [[1.0], [1.0], [1.0], [1.0]], [[1]] * 4, documents=(4, 4, 4, 9))
+    found = summarise([base, made("x", [[1.0], [1.0], [1.0], [4.0]], [[1]] * 4, documents=base.documents)])[1]
+    assert found.nll.value == pytest.approx(2.5)
+    assert found.against.ratio.value == pytest.approx(2.0)
+
+
+def test_one_document_is_measured_by_its_windows_and_the_report_says_so(tmp_path):
+    base = made("off", np.random.default_rng(1).uniform(2, 4, (4, 8)), np.ones((4, 8)), documents=(1,) * 4)
+    assert summarise([base])[0].nll.runs == 4
+    text = write_results(tmp_path, [base], FACTS).read_text()
+    assert "The unit is the window" in text
+    assert "does not cover other documents" in text
 
 
 def test_the_baseline_comes_first():
@@ -372,13 +417,31 @@ def test_all_files_are_written(tmp_path):
     assert "+5.00 % [+5.00, +5.00]" in text
     assert "kv-study.png" in text
     assert (tmp_path / "kv-study.png").read_bytes().startswith(b"\x89PNG")
-    assert "**Only 4 windows:**" in text
+    assert "**Only 4 documents:**" in text
+    assert "4 windows of text.jsonl" in text
+    assert "Student's t" in text
+    assert "CPU: made up; omni-jax: 0.0." in text
     assert "Incomplete" not in text
-    plans = json.loads((tmp_path / "study.json").read_text())["plans"]
+    study = json.loads((tmp_path / "study.json").read_text())
+    plans = study["plans"]
+    assert study["unit"] == "document"
+    assert plans[1]["against"]["ratio"]["runs"] == 4
     assert [plan["plan"] for plan in plans] == ["off", "half"]
     assert len(plans[0]["nll_by_step"]) == 40
     assert len(plans[0]["nll_by_window"]) == 4
     assert plans[1]["rows_by_step"][-1] == 39
+
+
+def test_files_of_a_single_window_are_json_without_bounds(tmp_path):
+    """NaN is no JSON: pandas and others refuse it."""
+    one = made("off", [[2.0, 4.0]], [[1, 1]])
+    write_results(tmp_path, [one], FACTS)
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    (plan,) = json.loads((tmp_path / "study.json").read_text(), parse_constant=refuse)["plans"]
+    assert (plan["nll"]["value"], plan["nll"]["low"]) == (3.0, None)
 
 
 def test_a_report_names_missing_plans(tmp_path):
@@ -448,12 +511,74 @@ def test_the_command_as_json(command):
     assert json.loads(result.stdout) == {"report": str(command.out / "report.md"), "plans": {"off": 0.0}}
 
 
-def test_a_study_is_replaced_only_with_overwrite(command):
+def test_finished_plans_are_kept_and_others_may_be_added(command):
     assert command.run("--plan", "off").exit_code == 0
     again = command.run("--plan", "off")
-    assert again.exit_code == 2
-    assert "has a study" in stderr_of(again)
+    assert again.exit_code == 0
+    assert len(command.made) == 1
+    assert command.run("--plan", "int8").exit_code == 0
+    assert [config.kv_cache_dtype for config in command.made] == [command.made[0].kv_cache_dtype, "int8"]
+    assert "| int8 |" in (command.out / "report.md").read_text()
+
+
+def test_results_of_other_settings_are_refused_or_overwritten(command):
+    assert command.run("--plan", "off").exit_code == 0
+    other = command.run("--plan", "off", "--block-size", "32")
+    assert other.exit_code == 2
+    assert "engine.block_size was None and is now 32" in stderr_of(other)
+    assert "was run with other settings (windows was 3 and is now 2)" in stderr_of(command.run("--windows", "2"))
+    command.text.write_text(command.text.read_text().replace("not", "yes"))
+    assert "text was" in stderr_of(command.run("--plan", "off"))
+    assert len(command.made) == 1
     assert command.run("--plan", "off", "--overwrite").exit_code == 0
+    assert len(command.made) == 2
+
+
+def test_an_older_study_is_not_replaced_in_silence(command):
+    command.out.mkdir()
+    (command.out / "study.json").write_text("{}")
+    refused = command.run("--plan", "off")
+    assert refused.exit_code == 2
+    assert "has a study of an older version" in stderr_of(refused)
+
+
+def test_an_interrupted_study_goes_on_and_equals_an_uninterrupted_one(command, monkeypatch):
+    """Finished plans are kept. Seconds are measured, so they are set to one value."""
+    monkeypatch.setattr("omni_jax.lab.kv_study.time.perf_counter", lambda: 0.0)
+    plans = ["--plan", "fixed-0.4", "int8"]
+    whole = command.out.with_name("whole")
+    assert command.run(*plans, "-o", str(whole)).exit_code == 0
+    step, calls = StudyEngine.step, []
+
+    def interrupting(engine):
+        calls.append(engine)
+        if len(calls) == 10:  # in the second plan: one takes six steps
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(StudyEngine, "step", interrupting)
+    stopped = command.run(*plans)
+    assert stopped.exit_code == 130
+    assert "interrupted; repeat the command to resume: finished plans are in" in stderr_of(stopped)
+    assert "**Incomplete:** fixed-0.4, int8 have not run" in (command.out / "report.md").read_text()
+    before = len(command.made)
+    assert command.run(*plans).exit_code == 0
+    assert len(command.made) - before == 2
+    for name in ("study.json", "report.md"):
+        assert (command.out / name).read_bytes() == (whole / name).read_bytes()
+    for path in (whole / "plans").iterdir():
+        assert (command.out / "plans" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_results_of_a_plan_are_read_as_they_were_written(tmp_path):
+    found = results_of_two()[1]
+    odd = dataclasses.replace(found, plan="../my.schedules:half+int8")
+    settings = plan_settings(OFF, windows(), {"model_dir": tmp_path})
+    write_plan(tmp_path, odd, settings)
+    (back,) = kept_plans(tmp_path, {odd.plan: settings}, overwrite=False).values()
+    assert {path.parent for path in tmp_path.rglob("*.gz")} == {tmp_path / "plans"}
+    for field in dataclasses.fields(Measured):
+        np.testing.assert_array_equal(getattr(back, field.name), getattr(odd, field.name))
 
 
 def test_usage_errors_of_the_command(command):

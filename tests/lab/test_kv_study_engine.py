@@ -20,7 +20,10 @@ def windows():
     length = PROMPT + STEPS + 1
     ids = tiny.prompt(COUNT * length)
     cut = [ids[start : start + length] for start in range(0, COUNT * length, length)]
-    return [Window(prompt_ids=tuple(w[:PROMPT]), forced_ids=tuple(w[PROMPT:])) for w in cut]
+    return [
+        Window(prompt_ids=tuple(w[:PROMPT]), forced_ids=tuple(w[PROMPT:]), document=number)
+        for number, w in enumerate(cut)
+    ]
 
 
 @pytest.fixture(scope="module")
