@@ -73,9 +73,8 @@ def run_experiment(
 
     Raises:
         OtherSettings: `out` holds runs of other settings; the message names the first that differs.
-        EngineError: the engine failed, or more than MAX_FAILED of a run's requests did; the report is written then.
+        EngineError: the engine failed; or more than MAX_FAILED of a run's requests did, and the report is written.
         ValueError: a workload can never run, the engine refuses its settings, or a file in `out` is damaged.
-        EngineError: a request failed. Its cell has no file, so that the next run repeats it.
         OSError: a model, trace or directory cannot be read or written.
     """
     out.mkdir(parents=True, exist_ok=True)

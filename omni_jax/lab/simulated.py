@@ -10,6 +10,7 @@ from typing import Any
 from omni_jax.cost import CostModel, ModelSizes, Roofline, TableCost
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
+from omni_jax.lab.backend import naming
 from omni_jax.lab.experiment import TINY_VL, Arm, Experiment
 from omni_jax.lab.machine import machine_facts
 from omni_jax.lab.model import tiny_vl
@@ -49,10 +50,10 @@ class SimulatedBackend:
         """See Backend. The tag has no effect: each run starts with empty caches."""
         config, cost, vision = self._parts(arm)
         policy = make_policy(arm.segment_policy, allow_custom=True)
-        requests = [
-            prepare(arrival, self._tokenizer, vision, policy, cost)
-            for arrival in sorted(arrivals, key=lambda arrival: arrival.at)
-        ]
+        requests = []
+        for arrival in sorted(arrivals, key=lambda arrival: arrival.at):
+            with naming(arm, arrival):
+                requests.append(prepare(arrival, self._tokenizer, vision, policy, cost))
         try:
             result = simulate_requests(
                 requests,
@@ -63,7 +64,7 @@ class SimulatedBackend:
                 segments=False,
             )
         except InvalidRequest as error:
-            raise ValueError(f"a request of the workload can never run: {error}") from error
+            raise ValueError(f"arm {arm.name}: a request of the workload can never run: {error}") from error
         if done is not None:
             for _ in requests:
                 done()

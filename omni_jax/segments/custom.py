@@ -38,7 +38,10 @@ def custom(path: str) -> Callable[[PromptView], tuple[Segment, ...]]:
                 param="segment_policy",
             )
         segments = tuple(_segment(path, view, number, item) for number, item in enumerate(returned))
-        check_cover(segments, view.length)
+        try:
+            check_cover(segments, view.length)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"segment policy {path}: {error}", param="segment_policy") from None
         return segments
 
     return policy

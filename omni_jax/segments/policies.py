@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from omni_jax.requests import InvalidRequest
 from omni_jax.requests.segment import MODALITIES, Modality, Segment
 from omni_jax.segments.custom import custom
 from omni_jax.segments.even import even_cuts
@@ -207,7 +208,12 @@ def _each_modality(view: PromptView, *, policies: Mapping[str, Policy]) -> tuple
         if run.modality not in policies:
             segments.append(_whole(run))
             continue
-        parts = policies[run.modality](view.part(run.start, run.stop))
+        try:
+            parts = policies[run.modality](view.part(run.start, run.stop))
+        except InvalidRequest as error:  # a custom policy's, which counts tokens from the start of the run
+            raise InvalidRequest(
+                f"in {run.label}, tokens [{run.start}, {run.stop}) of the prompt: {error}", param=error.param
+            ) from error
         segments.extend(
             dataclasses.replace(
                 part,

@@ -1,5 +1,6 @@
 """Pieces of benchmarks.memory at toy size, without timing."""
 
+import math
 import random
 
 import numpy as np
@@ -50,6 +51,16 @@ class TestReport:
         case = prefix_case([1.0, 1.0, 1.0, 3.0], [3.0, 6.0, 9.0, 12.0])
         assert memory_report.times_lower(case).value == pytest.approx(30 / 6)
 
+    def test_intervals_are_over_rounds(self):
+        """Ratios of 4, 8 and 16: their logarithms have the interval of Student's t with two degrees of freedom."""
+        case = prefix_case([1.0, 3.0], [8.0, 8.0])
+        rounds = [prefix_case([1.0, 3.0], [times, times])["answers"]["without"][0] for times in (8.0, 16.0, 32.0)]
+        case["answers"] = {"without": rounds, "with the cache": case["answers"]["with the cache"] * 3}
+        found = memory_report.times_lower(case)
+        assert found.value == pytest.approx(8)
+        assert math.log2(found.high / 8) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+        assert math.log2(found.low / 8) == pytest.approx(-4.303 / 3**0.5, rel=1e-3)
+
     @pytest.mark.parametrize(("used", "reached"), [(90_000, False), (95_000, True)])
     def test_the_target_of_slots(self, used, reached):
         """1,000 sequences, summed over steps, in 100,000 slots: with 90 rows each, 7.5 / 90 + 0.01 may be unused."""
@@ -74,8 +85,8 @@ class TestReport:
         parts = {"prefix": prefix_part([1.0] * 4, [9.0] * 4), "oversubscription": rush_part()}
         document = {"machine": machine, "model": "tiny", "parts": parts | {"slots": slots_part(95_000, 100_000, 1000)}}
         text = memory_report.markdown(document)
-        assert "| 4, all at once | with the cache | 1.000 | 1.000 | 9.0 [9.0, 9.0] |" in text
-        assert "1.100 [1.100, 1.100]" in text
+        assert "| 4, all at once | with the cache | 1.000 | 1.000 | 9.0 |" in text  # one round has no interval
+        assert "| 1.100 |" in text
         assert "Other processes used up to 0.25 cores." in text
         assert "| 95.0 | 100.0 | 0.9500 |" in text
         rows = [line for line in text.splitlines() if line.startswith("|")]

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+import sys
 
 import pytest
 
@@ -209,7 +211,7 @@ def test_measured_step_times_drive_a_simulation(tmp_path):
 def test_requests_that_can_never_run_are_named():
     spec = experiment(**GPU | {"engine": {"max_model_len": 64}})
     backend = SimulatedBackend(spec)
-    with pytest.raises(ValueError, match=r"can never run.*64"):
+    with pytest.raises(ValueError, match=r"arm A: a request of the workload can never run.*64"):
         backend.replay(spec.arms[0], workload(spec, "usual", 1, rate=5.0))
 
 
@@ -244,3 +246,65 @@ def test_the_ablate_command(tmp_path):
     file.write_text(json.dumps(tree | {"engine": {"max_model_len": 64}}))
     never = run_command("ablate", str(file), "-o", str(tmp_path / "other"))
     assert never.exit_code == 1
+
+
+SIMULATED = EXPERIMENT | GPU | {"requests": 6, "rates": [9]}
+
+
+def write_policy(folder, body):
+    """Write policy.py, as a user does in the directory in which the command runs."""
+    (folder / "policy.py").write_text(f"def cut(view):\n    return {body}\n")
+    (folder / "x.json").write_text(
+        json.dumps(SIMULATED | {"arms": [{"name": "A"}, {"name": "mine", "segment_policy": "policy:cut"}]})
+    )
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory that is not on the path of modules, and no module `policy`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "policy", raising=False)
+    yield tmp_path
+    sys.modules.pop("policy", None)
+
+
+def test_ablate_finds_a_policy_in_the_working_directory(here):
+    """As serve does, without PYTHONPATH."""
+    write_policy(here, "[(0, 1), (1, view.length)] if view.length > 1 else [(0, 1)]")
+    done = run_command("ablate", "x.json", "-o", "out")
+    assert done.exit_code == 0, done.output
+    assert "| mine | policy:cut | fcfs |" in (here / "out" / "report.md").read_text()
+
+
+def test_a_policy_that_leaves_a_gap_is_named_with_arm_request_and_tokens(here):
+    write_policy(here, "[(0, 1), (3, view.length)]")
+    done = run_command("ablate", "x.json", "-o", "out")
+    assert done.exit_code == 1
+    message = " ".join(done.stderr.split())
+    assert re.search(r"arm mine, request (text|image|table)-\d+ of the workload", message)
+    assert "segment policy policy:cut: segments must cover the prompt exactly once" in message
+    assert "tokens [1, 3) are in no segment" in message
+
+
+def test_an_interrupted_ablate_says_how_to_resume(here, monkeypatch):
+    write_policy(here, "[(0, view.length)]")
+    replay = SimulatedBackend.replay
+
+    def interrupt(self, arm, *rest, tag="", **more):
+        if tag == "mine--usual--9--1":
+            raise KeyboardInterrupt
+        return replay(self, arm, *rest, tag=tag, **more)
+
+    monkeypatch.setattr(SimulatedBackend, "replay", interrupt)
+    stopped = run_command("ablate", "x.json", "-o", "out")
+    assert stopped.exit_code == 130
+    assert "interrupted; repeat the command to resume: finished cells are in" in " ".join(stopped.stderr.split())
+    assert len(list((here / "out" / "cells").iterdir())) == 1
+    partial = run_command("ablate", "x.json", "-o", "out", "--report-only")
+    assert partial.exit_code == 0
+    assert "**Incomplete:** 3 of 4 cells have not run" in (here / "out" / "report.md").read_text()
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert run_command("ablate", "x.json", "-o", "out").exit_code == 0
+    assert "Incomplete" not in (here / "out" / "report.md").read_text()

@@ -124,6 +124,15 @@ def test_a_trace_keeps_its_times_or_is_scaled_to_a_rate(tmp_path):
     assert [x.at for x in workload(spec, "m", 1, rate=6.0)] == pytest.approx([0.0625, 0.125, 0.5])  # 3 in half a second
 
 
+def test_a_simulated_trace_has_one_seed(tmp_path):
+    """It would be the same run again and again, and its interval would have no width."""
+    (tmp_path / "t.jsonl").write_text('{"at": 0.5, "text_tokens": 9, "output_tokens": 3}\n')
+    tree = EXPERIMENT | {"mixes": {"m": {"trace": "t.jsonl"}}, "rates": ["recorded"], "gpu": "a100"}
+    with pytest.raises(ValueError, match=r"seeds: the trace of the mix m is the same for every seed.*got \[1, 2\]"):
+        parse_experiment(tree | {"backend": "simulated"}, base=tmp_path)
+    assert parse_experiment(tree | {"backend": "simulated", "seeds": [4]}, base=tmp_path).seeds == (4,)
+
+
 def test_cells_have_distinct_names_and_digests_of_their_settings():
     spec = experiment()
     found = list(cells(spec))

@@ -6,7 +6,6 @@ import pytest
 
 from omni_jax.lab.experiment import workload
 from omni_jax.lab.real import RealBackend
-from omni_jax.requests import Delta, EngineError
 from tests.engines import assert_idle, load_tiny, sharing
 from tests.lab.made import experiment
 
@@ -74,16 +73,3 @@ def test_a_request_that_can_never_run_is_named_before_the_run(backend):
         backend.replay(arm, [*others, long])
     for engine in backend._engines.values():
         assert_idle(engine)
-
-
-def test_a_run_with_a_failed_request_is_no_measurement(backend, monkeypatch):
-    (arm,) = backend._experiment.arms
-    engine, arrivals = backend._engine(arm), workload(backend._experiment, "usual", 1, rate=1000.0)[:2]
-    failed = [Delta(request_id=arrivals[0].id, finish_reason="error", error="the model produced NaN logits")]
-    monkeypatch.setattr(engine, "step", lambda: failed)
-    with pytest.raises(EngineError, match=f"request {arrivals[0].id} of the workload failed: .*NaN"):
-        backend.replay(arm, arrivals)
-    monkeypatch.undo()
-    for arrival in arrivals:
-        engine.abort(arrival.id)
-    assert_idle(engine)

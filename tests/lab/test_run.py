@@ -14,6 +14,7 @@ from omni_jax.lab.measures import rate_of_completion
 from omni_jax.lab.records import Run, read_run
 from omni_jax.lab.run import OtherSettings, run_experiment, write_results
 from omni_jax.lab.summary import REQUEST_COLUMNS, SEGMENT_COLUMNS, STEP_COLUMNS, SUMMARY_COLUMNS
+from omni_jax.requests import EngineError
 from tests.lab.made import MadeUpBackend, experiment, made_run
 
 
@@ -168,6 +169,76 @@ def test_descriptions_may_change_without_a_run(tmp_path):
     report, second = run(tmp_path, about="Better words.")
     assert second.replayed == []
     assert "Better words." in report.read_text()
+
+
+class FailingBackend(MadeUpBackend):
+    """Some requests of each run fail at once: of cells under C, of the capacity, or of requests alone."""
+
+    def __init__(self, where: str, count: int = 1):
+        super().__init__()
+        self._where, self._count = where, count
+
+    def replay(self, arm, arrivals, *, tag="", done=None):
+        whole = super().replay(arm, arrivals, tag=tag, done=done)
+        if not tag.startswith(self._where):
+            return whole
+        failed = [
+            dataclasses.replace(row, finish_reason="error", first_token_at=None, ended_at=row.arrival)
+            for row in whole.requests[: self._count]
+        ]
+        return dataclasses.replace(whole, requests=(*failed, *whole.requests[self._count :]))
+
+
+def test_a_run_with_failed_requests_ends_with_an_error_and_its_report_says_so(tmp_path):
+    with pytest.raises(EngineError, match=r"more than 1 % .* 2 of 24 requests of C--usual--80pct--1 \(error\)"):
+        run(tmp_path, backend=FailingBackend("C--", 2))
+    text = (tmp_path / "report.md").read_text()
+    assert "**Failed requests:** 2 of 24 requests of C--usual--80pct--1 (error);" in text
+    rows = table(tmp_path / "requests.csv")
+    failed = [row for row in rows if row["failed"] == "True"]
+    assert len(failed) == 8
+    assert {(row["latency_ms"], row["ttft_ms"], row["slowdown"]) for row in failed} == {("", "", "")}
+    lines = {
+        (row["arm"], row["metric"], row["statistic"]): row
+        for row in table(tmp_path / "summary.csv")
+        if (row["kind"], row["rate"]) == ("all", "3")
+    }
+    assert float(lines["C", "failed", "count"]["value"]) == 2
+    assert lines["C", "latency_ms", "mean"]["requests"] == "44"
+    assert lines["C", "latency_ms", "mean"]["paired_requests"] == "44"
+    assert lines["A", "latency_ms", "mean"]["requests"] == "48"
+    with pytest.raises(EngineError, match="delete its file"):
+        write_results(experiment(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [("capacity", "the capacity of usual"), ("alone", r"the latency of \w+-\d+ on an idle engine")]
+)
+def test_nothing_is_measured_with_a_failed_request(tmp_path, where, what):
+    with pytest.raises(EngineError, match=rf"{what} cannot be measured: request .* ended with 'error'"):
+        run(tmp_path, backend=FailingBackend(where))
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_run_that_lost_a_request_is_an_error(tmp_path):
+    class Losing(MadeUpBackend):
+        def replay(self, arm, arrivals, *, tag="", done=None):
+            return super().replay(arm, arrivals[1:] if "--" in tag else arrivals, tag=tag, done=done)
+
+    with pytest.raises(EngineError, match="A--usual--80pct--1: 1 of 24 requests never ended"):
+        run(tmp_path, backend=Losing())
+
+
+def test_a_report_lists_every_machine_that_ran_a_part(tmp_path):
+    class Elsewhere(MadeUpBackend):
+        def facts(self):
+            return {"machine": "another"}
+
+    run(tmp_path)
+    assert "machine: made up." in run(tmp_path)[0].read_text()
+    text = run(tmp_path, seeds=[1, 2, 3], backend=Elsewhere())[0].read_text()
+    assert "ran on 2 machines or versions" in text
+    assert "machine: another." in text
 
 
 def test_a_damaged_cell_is_named(tmp_path):

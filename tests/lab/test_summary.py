@@ -55,7 +55,7 @@ def spec_of(seeds) -> Experiment:
 
 def test_identical_arms_with_noise_between_runs_differ_in_five_percent_of_trials():
     """The noise of a run, a busy machine, moves all its requests. tests/stats has the same with more of everything."""
-    rng, trials = np.random.default_rng(5), 150
+    rng, trials = np.random.default_rng(5), 60
     spec = spec_of([1, 2, 3])
     different = 0
     for _ in range(trials):
@@ -66,7 +66,7 @@ def test_identical_arms_with_noise_between_runs_differ_in_five_percent_of_trials
                 runs[arm, seed] = rows(latencies * math.exp(0.03 * rng.standard_normal()))
         found = summary_of(spec, runs)["C", "text", "latency_ms", "p95"]
         different += found.against.ratio.excludes(1)
-    assert 0.01 * trials <= different <= 0.1 * trials
+    assert 0 < different <= 0.1 * trials
 
 
 def test_a_statistic_is_the_mean_over_seeds_of_each_seeds():
