@@ -1,12 +1,10 @@
 """Interface of the backends that run a workload: the real engine and the simulation."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from omni_jax.lab.experiment import Arm, Experiment
 from omni_jax.lab.records import Run
-from omni_jax.requests import InvalidRequest
 from omni_jax.simulation.workload import Arrival
 
 
@@ -40,15 +38,6 @@ class Backend(Protocol):
         """Return the measured step times of the baseline, as cost.TableCost.from_json reads them; None if there are
         none."""
         ...
-
-
-@contextlib.contextmanager
-def naming(arm: Arm, arrival: Arrival) -> Iterator[None]:
-    """Add the arm and the request to the error of one that can never run, or whose segments are wrong."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise ValueError(f"arm {arm.name}, request {arrival.id} of the workload can never run: {error}") from error
 
 
 def make_backend(experiment: Experiment, progress: Callable[[str, int, int, str], None] | None = None) -> Backend:

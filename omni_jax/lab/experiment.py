@@ -1,5 +1,6 @@
 """The experiment file, read into frozen dataclasses; its cells and their workloads."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -11,6 +12,7 @@ from pydantic import PlainValidator
 
 from omni_jax.lab.settings import check_keys, read
 from omni_jax.memory import make_recycling
+from omni_jax.requests import InvalidRequest
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling.router import make_router
 from omni_jax.segments import make_policy
@@ -374,6 +376,15 @@ def with_slo_of(arm: Arm, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
         dataclasses.replace(arrival, slo=arm.slo.get(arrival.kind, arrival.slo)) if arm.slo else arrival
         for arrival in arrivals
     )
+
+
+@contextlib.contextmanager
+def naming(arm: Arm, arrival: Arrival) -> Iterator[None]:
+    """Add the arm and the request to the error of one that can never run, or whose segments are wrong."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise ValueError(f"arm {arm.name}, request {arrival.id} of the workload can never run: {error}") from error
 
 
 def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:

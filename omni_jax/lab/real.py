@@ -18,8 +18,7 @@ from typing import Any
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
-from omni_jax.lab.backend import naming
-from omni_jax.lab.experiment import TINY_VL, Arm, Experiment, workload
+from omni_jax.lab.experiment import TINY_VL, Arm, Experiment, naming, workload
 from omni_jax.lab.machine import machine_facts
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import Run, RunRecorder, make_run

@@ -10,8 +10,7 @@ from typing import Any
 from omni_jax.cost import CostModel, ModelSizes, Roofline, TableCost
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
-from omni_jax.lab.backend import naming
-from omni_jax.lab.experiment import TINY_VL, Arm, Experiment
+from omni_jax.lab.experiment import TINY_VL, Arm, Experiment, naming
 from omni_jax.lab.machine import machine_facts
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import Run, make_run
