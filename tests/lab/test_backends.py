@@ -173,7 +173,7 @@ def test_the_command_line_sets_the_fleet(tmp_path):
     ended = run_command("ablate", file, "-o", tmp_path / "out", "--replicas", "3", "--router", "round_robin")
     assert ended.exit_code == 0, ended.stderr
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "replicas 3" in report
+    assert "replicas: 3" in report
     assert "fcfs, round_robin" in report
     one = run_command("ablate", file, "-o", tmp_path / "out", "--router", "round_robin")
     assert one.exit_code == 2
