@@ -184,7 +184,8 @@ class EncoderSettings(Settings):
     """The vision tower.
 
     Attributes:
-        max_pixels: Maximum number of pixels of an image or a video frame after resizing.
+        max_pixels: Maximum number of pixels of an image or a video frame after resizing. Default: the checkpoint's own
+            limit, and no more than half of max_model_len and an eighth of the memory hold.
         max_source_pixels: Maximum number of pixels of an image or a video frame before resizing. A JPEG may have twice
             as many; above the limit it is decoded at half its width and height where that is still far above
             max_pixels. A pixel takes 3 bytes of host memory while an image is read.
@@ -194,7 +195,7 @@ class EncoderSettings(Settings):
             8 on a GPU.
     """
 
-    max_pixels: Count = 1_003_520
+    max_pixels: Count | None = None
     max_source_pixels: Annotated[int, Ge(1), Le(2**26)] = 2**25
     encoder_cache_tokens: Count | None = None
     encoder_layers_per_slice: Count | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from checkpoints.reader import Checkpoint
 from kernels_pallas.paged_attention import PagedKernels
@@ -16,11 +17,12 @@ from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.generation_config import default_sampling, eos_token_ids
 from omni_jax.engine.kernels import choose_kernels
+from omni_jax.engine.vision_limits import encoder_cache_tokens, image_limit
 from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.memory import EncoderCache
-from omni_jax.models import ModelConfig, VisionConfig, Weights, compute_dtype, load_weights, model_config
+from omni_jax.models import ModelConfig, Weights, compute_dtype, load_weights, model_config
 from omni_jax.models.axis import MODEL
 from omni_jax.progress import StageReport
 from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
@@ -34,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 
 GIB = 1 << 30
-ENCODER_CACHE_TOKENS = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +77,10 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
             logger.info("%s has no effect; see docs/configuration.md", name)
     stored = model_config(checkpoint.config)
     tokenizer = read_tokenizer(config, stored.vocab_size, has_tower=stored.vision is not None)
-    vision = _vision(config, model_config(checkpoint.config).vision)
+    dtype = compute_dtype(config.dtype, stored.dtype)
+    vision = _vision(config, stored, dtype, device)
     if vision is not None and channel is not None:
         raise ValueError("models that read images can only run in one process: leave out --num-processes")
-    dtype = compute_dtype(config.dtype, model_config(checkpoint.config).dtype)
     model, weights = load_weights(
         checkpoint,
         fit(model_config(checkpoint.config), mesh.shape[MODEL]),
@@ -153,7 +154,7 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         executables=tuple((" ".join(map(str, key)), e.seconds) for key, e in executables.items()),
         compile_seconds=seconds,
         cache_hits=hits,
-        encoder_cache_tokens=_encoder_cache_tokens(config, vision) if vision else 0,
+        encoder_cache_tokens=_cache_tokens(config, vision) if vision else 0,
         attention=dataclasses.asdict(kernels),
         attention_fallbacks=fallbacks,
     )
@@ -248,31 +249,52 @@ def _combine(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _vision(config: EngineConfig, model: VisionConfig | None) -> VisionInputs | None:
+def _vision(config: EngineConfig, model: ModelConfig, dtype: np.dtype, device) -> VisionInputs | None:
     """Settings that turn images into patches; None for a text-only model."""
-    if model is None:
+    if model.vision is None:
         return None
-    settings = VisionSettings.from_directory(
-        Path(config.model_dir), max_pixels=config.max_pixels, max_source_pixels=config.max_source_pixels
+    path = Path(config.model_dir)
+    own = VisionSettings.from_directory(path)
+    if device.platform == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.data_parallel_size
+    else:
+        memory = device.memory_stats()["bytes_limit"]
+    limit = image_limit(
+        config.max_pixels,
+        own.largest_pixels,
+        model.vision,
+        max_model_len=config.max_model_len or model.max_position_embeddings,
+        memory=memory,
+        width=dtype.itemsize,
+        devices=config.tensor_parallel_size,
     )
-    return VisionInputs(config=model, settings=settings)
-
-
-def _encoder_cache_tokens(config: EngineConfig, vision: VisionInputs) -> int:
-    largest = config.max_pixels // (vision.config.patch_size * vision.config.spatial_merge_size) ** 2
-    return config.encoder_cache_tokens or max(ENCODER_CACHE_TOKENS, largest)
+    pixels = limit.pixels if config.max_pixels is not None else max(limit.pixels, own.min_pixels, own.factor**2)
+    settings = VisionSettings.from_directory(path, max_pixels=pixels, max_source_pixels=config.max_source_pixels)
+    logger.info(
+        "images: up to %s pixels, %s tokens, after resizing: %s (checkpoint %s; --max-pixels lowers it%s)",
+        f"{settings.max_pixels:,}",
+        f"{settings.max_pixels // settings.factor**2:,}",
+        limit.reason,
+        f"{own.max_pixels:,}",
+        ", and on a CPU an image of a million pixels takes seconds" if device.platform == "cpu" else "",
+    )
+    return VisionInputs(config=model.vision, settings=settings)
 
 
 def _encoder(config: EngineConfig, vision: VisionInputs, device) -> EncoderConfig:
     settings = vision.settings
     return EncoderConfig(
-        feature_rows=EncoderCache(_encoder_cache_tokens(config, vision)).array_rows,
-        buckets=patch_buckets(config.max_pixels // vision.config.patch_size**2),
+        feature_rows=EncoderCache(_cache_tokens(config, vision)).array_rows,
+        buckets=patch_buckets(settings.largest_pixels // settings.patch_size**2),
         layers_per_slice=config.encoder_layers_per_slice or (1 if device.platform == "cpu" else 8),
         mean=settings.mean,
         std=settings.std,
         rescale_factor=settings.rescale_factor,
     )
+
+
+def _cache_tokens(config: EngineConfig, vision: VisionInputs) -> int:
+    return encoder_cache_tokens(config.encoder_cache_tokens, vision.settings.largest_pixels, vision.config)
 
 
 def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels) -> RunnerConfig:

@@ -29,7 +29,6 @@ from checkpoints.values import Values
 from omni_jax.inputs.rgb import DAMAGED, first_line, to_rgb
 from omni_jax.requests import InvalidRequest, MediaModality
 
-DEFAULT_MAX_PIXELS = 1_003_520  # 1,280 tokens of 28 x 28 pixels
 MAX_SOURCE_PIXELS = 2**25  # pixels of an image or frame before it is resized: 100 MB decoded
 JPEG_FACTOR = 2  # a JPEG may have this many times the limit on source pixels: 48-megapixel photos of phones
 _KEPT_PIXELS = 4  # pixels of a JPEG decoded at half its size, at least, for each one after resizing
@@ -82,9 +81,14 @@ class VisionSettings:
         """Side of a merge block in pixels; the sides of resized images are multiples of it."""
         return self.patch_size * self.merge_size
 
+    @property
+    def largest_pixels(self) -> int:
+        """Limit on the pixels of a resized image or frame, whichever is larger."""
+        return max(self.max_pixels, self.video_max_pixels)
+
     @classmethod
     def from_directory(
-        cls, path: str | Path, *, max_pixels: int = DEFAULT_MAX_PIXELS, max_source_pixels: int = MAX_SOURCE_PIXELS
+        cls, path: str | Path, *, max_pixels: int | None = None, max_source_pixels: int = MAX_SOURCE_PIXELS
     ) -> "VisionSettings":
         """Read a checkpoint's preprocessing settings from the same files as transformers.
 
@@ -93,7 +97,8 @@ class VisionSettings:
 
         Args:
             path: a model directory.
-            max_pixels: the server's limit on the pixels of a resized image or frame; lowers the checkpoint's.
+            max_pixels: the server's limit on the pixels of a resized image or frame; lowers the checkpoint's. None: the
+                checkpoint's own.
             max_source_pixels: see the attribute.
 
         Raises:
@@ -119,14 +124,17 @@ class VisionSettings:
                     f"{name} is {getattr(processor, name)} for images and {getattr(video_processor, name)} for video "
                     f"in {path}; both use the same vision tower, so the values must be equal"
                 )
+        limit = (
+            max(processor.size.longest_edge, video_processor.size.longest_edge) if max_pixels is None else max_pixels
+        )
         settings = cls(
             patch_size=processor.patch_size,
             temporal_patch_size=processor.temporal_patch_size,
             merge_size=processor.merge_size,
             min_pixels=processor.size.shortest_edge,
-            max_pixels=min(processor.size.longest_edge, max_pixels),
-            video_min_pixels=min(video_processor.size.shortest_edge, max_pixels),
-            video_max_pixels=min(video_processor.size.longest_edge, max_pixels),
+            max_pixels=min(processor.size.longest_edge, limit),
+            video_min_pixels=min(video_processor.size.shortest_edge, limit),
+            video_max_pixels=min(video_processor.size.longest_edge, limit),
             fps=float(video.number("fps", 2.0, low=1e-3, high=1e3)),
             min_frames=video.integer("min_frames", 4),
             max_frames=video.integer("max_frames", 768),
@@ -138,7 +146,7 @@ class VisionSettings:
         )
         if settings.max_pixels < max(settings.min_pixels, settings.factor**2):
             raise ValueError(
-                f"max_pixels is {max_pixels}, less than the {max(settings.min_pixels, settings.factor**2)} pixels of "
+                f"max_pixels is {limit}, less than the {max(settings.min_pixels, settings.factor**2)} pixels of "
                 f"the smallest resized image with the checkpoint in {path}"
             )
         return settings

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from omni_jax.engine.vision_limits import encoder_cache_tokens, tower_results, tower_temporaries
 from omni_jax.memory import EncoderCache
 from omni_jax.models import ModelConfig, Weights, abstract_weights
 from omni_jax.models.axis import MODEL
@@ -20,8 +21,6 @@ from omni_jax.runtime.functions import SCORE_CHUNK
 from omni_jax.runtime.sharding import DATA, bytes_per_device, fit, sharding_of
 from omni_jax.runtime.state import KVCacheDtype, abstract_slots, block_bytes, round_pages
 from omni_jax.scheduling import patch_buckets
-
-ENCODER_CACHE_TOKENS = 8192  # default of the engine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Settings:
     dtype: np.dtype
     kv_cache_dtype: KVCacheDtype = "auto"
     gpu_memory_utilization: float = 0.92
-    max_pixels: int = 1_003_520
+    max_pixels: int = 0  # of a model that reads text only
     encoder_cache_tokens: int | None = None
 
 
@@ -147,8 +146,7 @@ def feature_rows(model: ModelConfig, settings: Settings) -> int:
     """Return the rows of the feature array, row 0 (none) included; 0 for a model without a vision tower."""
     if (tower := model.vision) is None:
         return 0
-    largest = settings.max_pixels // (tower.patch_size * tower.spatial_merge_size) ** 2
-    return EncoderCache(settings.encoder_cache_tokens or max(ENCODER_CACHE_TOKENS, largest)).array_rows
+    return EncoderCache(encoder_cache_tokens(settings.encoder_cache_tokens, settings.max_pixels, tower)).array_rows
 
 
 def state_bytes(model: ModelConfig, settings: Settings, devices: int) -> int:
@@ -175,9 +173,7 @@ def estimated_programs(model: ModelConfig, settings: Settings, devices: int) -> 
     results = (tokens + rows) * model.hidden_size * width
     if (tower := model.vision) is not None:
         patches = patch_buckets(settings.max_pixels // tower.patch_size**2)[-1]
-        inner = tower.intermediate_size // devices * (2 if tower.hidden_act == "silu" else 1)
-        needs[f"encode {patches}"] = patches * 2 * width * (inner + tower.hidden_size)
-        # Hidden states, cosines and sines in float32, and the position of each patch.
-        results = max(results, patches * (tower.hidden_size * width + 4 * tower.hidden_size // tower.num_heads + 24))
+        needs[f"encode {patches}"] = tower_temporaries(tower, patches, width, devices)
+        results = max(results, tower_results(tower, patches, width))
     largest = max(needs, key=lambda name: needs[name])
     return Programs(temporaries=needs[largest], results=2 * results, source="estimated", largest=largest)

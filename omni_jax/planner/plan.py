@@ -9,6 +9,7 @@ from typing import Any
 
 from omni_jax.cost import GPUS, Gpu, ModelSizes, Roofline, gpu_named
 from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.vision_limits import image_limit
 from omni_jax.models import ModelConfig, compute_dtype, model_config
 from omni_jax.planner.memory import DeviceMemory, Programs, Settings, device_memory, estimated_programs
 from omni_jax.planner.speed import Speed, Typical, make_speed
@@ -16,6 +17,7 @@ from omni_jax.runtime.sharding import fit
 from omni_jax.runtime.state import KVCacheDtype
 
 DEFAULT_LEN = 32768  # default of max_model_len, if the model has as many positions
+PUBLISHED_MAX_PIXELS = 12_845_056  # in preprocessor_config.json of all published Qwen2-VL and Qwen2.5-VL
 MAX_SEQS = 256  # largest max_num_seqs that the planner chooses: the engine's default on a GPU
 MAX_TOKENS, MIN_TOKENS = 8192, 512  # bounds of max_num_batched_tokens that the planner chooses
 MAX_UTILIZATION = 0.95  # largest gpu_memory_utilization that a remedy proposes
@@ -39,6 +41,7 @@ class PlanOptions:
     Attributes:
         config: content of the model's config.json.
         gpu: a key of cost.GPUS.
+        checkpoint_pixels: the checkpoint's own limit on the pixels of an image.
         num: number of GPUs.
         data, model: axes of the mesh; both or neither.
         prompt_tokens, output_tokens: typical request, for tokens per second and max_num_seqs. None: 1,024 and 256, or
@@ -50,6 +53,7 @@ class PlanOptions:
     config: Mapping[str, Any]
     gpu: str
     num: int
+    checkpoint_pixels: int = PUBLISHED_MAX_PIXELS
     data: int | None = None
     model: int | None = None
     prompt_tokens: int | None = None
@@ -62,7 +66,7 @@ class PlanOptions:
     dtype: str = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     gpu_memory_utilization: float = 0.92
-    max_pixels: int = 1_003_520
+    max_pixels: int | None = None
     encoder_cache_tokens: int | None = None
 
 
@@ -196,6 +200,22 @@ def _max_model_len(options: PlanOptions, model: ModelConfig) -> int:
     return options.max_model_len or min(DEFAULT_LEN, model.max_position_embeddings)
 
 
+def _max_pixels(options: PlanOptions, model: ModelConfig, gpu: Gpu, axis: int) -> int:
+    """Choose the limit on images as engine.loading does."""
+    if model.vision is None:
+        return 0
+    limit = image_limit(
+        options.max_pixels,
+        options.checkpoint_pixels,
+        model.vision,
+        max_model_len=_max_model_len(options, model),
+        memory=int(gpu.memory_bytes * options.gpu_memory_utilization),
+        width=compute_dtype(options.dtype, model.dtype).itemsize,
+        devices=axis,
+    )
+    return limit.pixels
+
+
 def _typical(options: PlanOptions, model: ModelConfig) -> Typical:
     """Return the typical request.
 
@@ -265,7 +285,7 @@ def _settle(options: PlanOptions, model: ModelConfig, gpu: Gpu, axis: int) -> tu
         dtype=compute_dtype(options.dtype, model.dtype),
         kv_cache_dtype=options.kv_cache_dtype,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        max_pixels=options.max_pixels,
+        max_pixels=_max_pixels(options, model, gpu, axis),
         encoder_cache_tokens=options.encoder_cache_tokens,
     )
     if options.max_num_batched_tokens is None:

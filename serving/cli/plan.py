@@ -75,6 +75,7 @@ def plan(
         data, axis = _axes(mesh, data_parallel_size, tensor_parallel_size, num)
         asked = PlanOptions(
             config=_config(model),
+            **_checkpoint_pixels(model),
             gpu=gpu,
             num=num,
             data=data,
@@ -116,6 +117,16 @@ def _config(model: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} must hold a JSON object, it holds a {type(config).__name__}")
     return config
+
+
+def _checkpoint_pixels(model: str) -> dict[str, int]:
+    """The limit on images of a directory with preprocessing settings, as a field of PlanOptions."""
+    path = Path(model)
+    if not path.is_dir() or not any((path / f"{name}_config.json").exists() for name in ("processor", "preprocessor")):
+        return {}
+    from omni_jax.inputs.image import VisionSettings
+
+    return {"checkpoint_pixels": VisionSettings.from_directory(path).max_pixels}
 
 
 def _served(model: str) -> str:

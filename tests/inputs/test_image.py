@@ -531,7 +531,7 @@ def write(directory, **files):
 
 def test_settings_of_qwen2_vl_are_read(tmp_path):
     settings = VisionSettings.from_directory(write(tmp_path, preprocessor_config=media.QWEN2_VL))
-    assert settings == SETTINGS
+    assert settings == media.settings(max_pixels=12_845_056, video_max_pixels=12_845_056)  # the checkpoint's own
     assert VisionSettings.from_directory(tmp_path, max_pixels=50176) == media.settings(
         max_pixels=50176, video_max_pixels=50176
     )
@@ -548,8 +548,11 @@ def test_settings_saved_by_transformers_are_read(tmp_path):
 def test_settings_of_video_come_from_their_own_file(tmp_path):
     own = media.QWEN2_VL | {"min_pixels": 100352, "max_pixels": 602112, "fps": 1, "min_frames": 2, "max_frames": 16}
     write(tmp_path, preprocessor_config=media.QWEN2_VL, video_preprocessor_config=own)
-    expected = media.settings(video_min_pixels=100352, video_max_pixels=602112, fps=1.0, min_frames=2, max_frames=16)
+    expected = media.settings(
+        max_pixels=12_845_056, video_min_pixels=100352, video_max_pixels=602112, fps=1.0, min_frames=2, max_frames=16
+    )
     assert VisionSettings.from_directory(tmp_path) == expected
+    assert expected.largest_pixels == 12_845_056
     small = VisionSettings.from_directory(tmp_path, max_pixels=12544)
     assert (small.video_min_pixels, small.video_max_pixels) == (12544, 12544)
 
@@ -565,7 +568,7 @@ def test_settings_nested_by_transformers_5_are_read(tmp_path):
     expected = media.settings(min_pixels=784, max_pixels=78400, video_min_pixels=1568, video_max_pixels=39200)
     assert VisionSettings.from_directory(tmp_path) == expected
     write(tmp_path, processor_config={"processor_class": "Qwen2VLProcessor"})  # as written by transformers 4
-    assert VisionSettings.from_directory(tmp_path) == SETTINGS
+    assert VisionSettings.from_directory(tmp_path, max_pixels=1_003_520) == SETTINGS
 
 
 def test_sizes_as_written_in_2024_are_read(tmp_path):
