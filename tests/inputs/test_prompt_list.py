@@ -32,7 +32,7 @@ def read_prompts(given):
         iter(IDS),
         {"prompt_token_ids": np.array(IDS)},
     ],
-    ids=repr,
+    ids=lambda given: type(given).__name__,
 )
 def test_bf_03_integers_of_any_library_are_one_prompt(given):
     expected = [0, 1, 2] if isinstance(given, range) else IDS
