@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.orbax import FOLDER, OrbaxWeights
+from checkpoints.orbax import FOLDER, OrbaxWeights, checksum
 from checkpoints.safetensors_header import TensorInfo, read_header
 
 INDEX = "model.safetensors.index.json"
@@ -38,6 +38,7 @@ class Checkpoint:
         generation_config: generation_config.json; empty if the file is missing.
         tensors: TensorInfo by tensor name, sorted by file and offset, the fastest order of reading.
         nbytes: total size of all tensors in bytes.
+        orbax: the weights in Orbax; None for safetensors.
         ignored: names of stray weight files, and of tensors that the index does not assign to their file; never read.
     """
 
@@ -56,7 +57,7 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = found["tensors"]
         self.ignored: tuple[str, ...] = tuple(found["ignored"])
         self.nbytes = sum(info.nbytes for info in self.tensors.values())
-        self._orbax: OrbaxWeights | None = found["orbax"]
+        self.orbax: OrbaxWeights | None = found["orbax"]
         self._maps: dict[Path, mmap.mmap] = {}
 
     def read(self, name: str) -> np.ndarray:
@@ -70,8 +71,8 @@ class Checkpoint:
             CheckpointError: the file has become shorter since it was verified, or the Orbax data cannot be read.
         """
         info = self.tensors[name]
-        if self._orbax is not None:
-            return self._orbax.read(name)
+        if self.orbax is not None:
+            return self.orbax.read(name)
         if not info.nbytes:
             return np.empty(info.shape, info.dtype)
         if info.file not in self._maps:
@@ -83,6 +84,17 @@ class Checkpoint:
                 f"{info.file.name} was changed while it was in use: tensor {name!r} lies beyond its end"
             )
         return np.ndarray(info.shape, info.dtype, buffer=data, offset=info.offset)
+
+    def read_all(self) -> None:
+        """Read every byte of the weights; raise CheckpointError with every tensor that cannot be read."""
+        found = []
+        for name in self.tensors:
+            try:
+                checksum(self.read(name))
+            except CheckpointError as error:
+                found += error.faults
+        if found:
+            raise CheckpointError(found, what=f"{self.directory} is damaged:")
 
 
 def verify(directory: Path | str) -> None:
@@ -97,13 +109,19 @@ def faults(directory: Path | str) -> list[str]:
     return _inspect(Path(directory))[1]
 
 
-def check(directory: Path | str) -> str:
+def check(directory: Path | str, *, full: bool = False) -> str:
     """Verify a directory and describe its contents in text.
+
+    Args:
+        full: read all weights too. Those of an Orbax copy without checksums are always read.
 
     Raises:
         CheckpointError: lists every fault.
     """
     checkpoint = Checkpoint(directory)
+    unverified = checkpoint.orbax is not None and not checkpoint.orbax.checksums
+    if full or unverified:
+        checkpoint.read_all()
     tensors = checkpoint.tensors.values()
     config = checkpoint.config
     dtypes = Counter()
@@ -116,6 +134,8 @@ def check(directory: Path | str) -> str:
         f"{checkpoint.nbytes / 1e6:,.1f} MB",
         f"  parameters    {', '.join(f'{count:,} {dtype}' for dtype, count in dtypes.most_common())}",
     ]
+    if unverified:
+        lines.append("  checksums     none: changed bytes are not found; convert the model again")
     lines += [f"  not read      {what}" for what in checkpoint.ignored]
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face hub
 
 import jax
 

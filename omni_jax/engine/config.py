@@ -33,6 +33,8 @@ class ModelSettings(Settings):
             generation_config.json, vllm uses none.
         seed: Default seed for requests that set none. Default: a new one at every start.
         compilation_cache_dir: Directory of compiled programs. Default: ~/.cache/omni-jax/xla.
+        revision: Branch, tag or commit of a repository of the Hugging Face hub. Default: main.
+        download_dir: Directory to keep models of the Hugging Face hub in. Default: the hub's own cache (HF_HOME).
         trust_remote_code: Accepted for vLLM's command lines. No code from a checkpoint is ever run.
         enforce_eager: Accepted for vLLM's command lines. Steps are always compiled, before the first request.
         load_format: Accepted for vLLM's command lines. Weights are read as the directory has them.
@@ -46,6 +48,8 @@ class ModelSettings(Settings):
     generation_config: Literal["auto", "vllm"] = "auto"
     seed: int | None = None
     compilation_cache_dir: Path | str | None = None
+    revision: str | None = None
+    download_dir: Path | str | None = None
     trust_remote_code: bool = False
     enforce_eager: bool = False
     load_format: Literal["auto", "safetensors"] = "auto"
@@ -267,7 +271,7 @@ class EngineConfig(ModelSettings, CacheSettings, SchedulingSettings, EncoderSett
     """All settings of an engine. None stands for a default that fits the model and the device.
 
     Attributes:
-        model_dir: A model directory in Hugging Face layout.
+        model_dir: A model directory in Hugging Face layout, or the id of a repository of the Hugging Face hub.
         forbid_tracing: After warm-up, raise an error where the engine's thread would trace, and so compile, a function.
         hang_seconds: Seconds after which an unfinished step makes the engine unhealthy.
     """

@@ -91,7 +91,7 @@ class LLM:
     - use_tqdm shows a progress bar on a terminal; a class like tqdm is called instead.
 
     Args:
-        model: a Hugging Face directory.
+        model: a Hugging Face directory, or the id of a repository of the hub.
         progress: called with (stage, done, total, current item) while loading and compiling. Default: a bar on a
             terminal.
         options: fields of EngineConfig, such as max_model_len=4096 or dtype="bfloat16".

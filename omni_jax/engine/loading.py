@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from checkpoints.hub import find_model
 from checkpoints.reader import Checkpoint
 from kernels_pallas.paged_attention import PagedKernels
 from kernels_pallas.paged_attention.choose import addressable_pages
@@ -59,6 +60,8 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         ValueError: the settings do not fit the model, the devices or the memory.
     """
     report = progress or (lambda *_: None)
+    found = find_model(config.model_dir, revision=config.revision, download_dir=config.download_dir)
+    config = dataclasses.replace(config, model_dir=found)
     if (cache := config.compilation_cache_dir or _default_cache()) is not None:
         compat.use_compilation_cache(Path(cache))
     compat.count_compilations()

@@ -90,7 +90,8 @@ app.register_install_completion_command(name="--install-completion")
 
 
 def main(arguments: Sequence[str] | None = None) -> typing.NoReturn:
-    """Runs a command and exits with its code: 2 for wrong arguments, 1 where the command failed."""
+    """Runs a command and exits with its code: 2 for wrong arguments (a model that cannot be found among them), 1
+    where the command failed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 gets escapes, not a traceback

@@ -39,7 +39,7 @@ def chat(
     """Talk to a model in the terminal. /help lists what can be typed besides messages.
 
     Args:
-        model: Model directory in Hugging Face layout.
+        model: Model directory in Hugging Face layout, or the id of a repository of the Hugging Face hub.
         system: System prompt.
         config: JSON or YAML file of settings: flags by their names. Flags and variables override it.
         log_level: Least severe messages that are logged.

@@ -78,7 +78,7 @@ def generate(
     """Answer one prompt and stream the answer to the terminal.
 
     Args:
-        model: Model directory in Hugging Face layout.
+        model: Model directory in Hugging Face layout, or the id of a repository of the Hugging Face hub.
         prompt: Text to answer or to continue; - reads standard input.
         chat: Put the prompt through the chat template, or (--raw) continue it as it is. Default: --chat, if the
             model has a template.

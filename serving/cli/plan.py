@@ -44,7 +44,8 @@ def plan(
     Exit codes: 0 the model fits, 3 it does not, 2 wrong arguments.
 
     Args:
-        model: Directory with a config.json, such a file, or the name of a known model.
+        model: Directory with a config.json, such a file, the name of a known model, or the id of a repository of the
+            Hugging Face hub.
         gpu: Kind of GPU.
         num: Number of GPUs.
         mesh: Mesh of the GPUs, such as data=2,model=4. Default: the smallest model axis that fits, and replicas.
@@ -102,11 +103,17 @@ def _config(model: str) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it is not a JSON object.
     """
+    from checkpoints.hub import find_config, is_repository
     from omni_jax.cost import published_config
 
-    path = Path(model)
+    path = Path(model).expanduser()
     if not path.exists():
-        return dict(published_config(model))
+        try:
+            return dict(published_config(model))
+        except ValueError:
+            if not is_repository(model):
+                raise
+        path = find_config(model)
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

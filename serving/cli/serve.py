@@ -45,7 +45,8 @@ def serve(
     """Serve a model over HTTP with OpenAI's API.
 
     Args:
-        model: Model directory in Hugging Face layout: config.json, tokenizer, safetensors.
+        model: Model directory in Hugging Face layout (config.json, tokenizer, safetensors), or the id of a repository
+            of the Hugging Face hub, such as Qwen/Qwen2.5-0.5B-Instruct.
         config: JSON or YAML file of settings: flags by their names, and model. Flags and variables override it.
         log_level: Least severe messages that are logged.
     """
@@ -60,7 +61,8 @@ def serve(
         if os.sep in name and Path(name).is_dir():
             usage_error(f"served_model_name {name!r} is a directory: give MODEL before flags that take several values")
     if not server.served_model_name:
-        server = dataclasses.replace(server, served_model_name=(model.resolve().name,))
+        name = model.resolve().name if model.expanduser().exists() else str(model)  # an id of the hub is a name
+        server = dataclasses.replace(server, served_model_name=(name,))
     engine_settings = engine_config(model.expanduser(), model_settings, cache, scheduling, encoder, parallel)
     from serving.http.lifecycle import CannotListen, bind, run_server
 

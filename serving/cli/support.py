@@ -12,7 +12,8 @@ from omni_jax.settings import Settings
 if TYPE_CHECKING:
     from omni_jax.engine.config import EngineConfig
 
-FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # exit codes
+# Exit codes: the command failed; wrong arguments, a model that cannot be found among them.
+FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
 def engine_config(model_dir: Path, *panels: Settings | None, **options: Any) -> "EngineConfig":
@@ -25,7 +26,7 @@ def engine_config(model_dir: Path, *panels: Settings | None, **options: Any) -> 
 
     values = {name: value for panel in panels if panel is not None for name, value in panel.values().items()}
     values |= {name: value for name, value in options.items() if value is not None}
-    require_model(model_dir)
+    model_dir = model_directory(model_dir, values.get("revision"), values.get("download_dir"))
     try:
         config = EngineConfig(model_dir=model_dir, **values)
         _check_custom_functions(config)
@@ -62,22 +63,22 @@ def find_custom_functions() -> None:
             sys.path.append(os.getcwd())
 
 
-def require_model(path: Path) -> None:
-    """Ends the command when there is no such directory, with the command that downloads it if `path` is like a
-    repository id of the Hugging Face hub."""
-    if path.is_dir():
-        return
-    if path.exists():
+def model_directory(model: Path | str, revision: str | None = None, download_dir: Path | str | None = None) -> Path:
+    """The directory of a model, downloaded if it is the id of a repository of the Hugging Face hub. Ends the command
+    where there is no such model."""
+    from checkpoints.hub import CheckpointError, find_model
+
+    try:
+        path = find_model(Path(model).expanduser(), revision=revision, download_dir=download_dir)
+    except CheckpointError as error:
+        usage_error(str(error))
+    if not path.exists():
+        usage_error(f"there is no directory {path}")
+    if not path.is_dir():
         usage_error(
             f"{path} is a file, not a model directory; `omni-jax convert {path} MODEL_DIR` converts a GGUF file"
         )
-    if len(path.parts) == 2 and not path.is_absolute() and not path.parts[0].startswith("."):
-        usage_error(
-            f"there is no directory {path} here. If it is a repository of the Hugging Face hub, download it:\n"
-            f"  hf download {path} --local-dir {path.name}\n"
-            f"and then give {path.name}"
-        )
-    usage_error(f"there is no directory {path}")
+    return path
 
 
 def expected_errors() -> tuple[type[Exception], ...]:

@@ -64,7 +64,6 @@ RULES = (
     ("python -m checkpoints.demo_model", "module", "downloads 93 MB; tests/test_demo_model.py runs it"),
     ("pip install ", "extras", "installs: its extras are checked against pyproject.toml"),
     ("python3 -m venv ", "nothing", "makes an environment"),
-    ("hf download ", "program", "downloads: the program is looked up"),
 )
 
 

@@ -274,7 +274,7 @@ def test_serve_reads_settings_from_a_file(invoke, served, tmp_path, suffix, writ
         ({"model": None}, "model is empty"),
         ({"api_key": []}, "api_key in"),
         ({"api_key": [12]}, "must be text: put 12 in quotes"),
-        ({"model": "no/such"}, "hf download no/such"),
+        ({"model": "no/such"}, "there is no directory no/such here"),
         ({"max_num_seqs": "many"}, "max_num_seqs in"),
         ({"max_num_seqs": 4.5}, "must be an integer, got '4.5'"),
         ({"max_num_seqs": True}, "must be an integer, got 'true'"),
@@ -420,8 +420,8 @@ def test_vllm_spellings(invoke, served, tmp_path):
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        ("Qwen/Qwen2-0.5B", "hf download Qwen/Qwen2-0.5B --local-dir Qwen2-0.5B"),
-        ("./no/such", "there is no directory no/such"),
+        ("Qwen/Qwen2-0.5B", "Qwen/Qwen2-0.5B is not in the cache"),
+        ("/no/such", "there is no directory /no/such"),
         (__file__, "is a file, not a model directory"),
     ],
 )
@@ -543,7 +543,7 @@ def test_check(invoke, tmp_path):
     result = invoke("check", str(model), "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["ok"] is False
-    assert invoke("check", str(tmp_path / "nowhere")).exit_code == 1
+    assert invoke("check", str(tmp_path / "nowhere")).exit_code == 2
 
 
 @pytest.mark.parametrize(

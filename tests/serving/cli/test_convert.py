@@ -75,5 +75,6 @@ def test_faults_are_told_in_a_line(tmp_path):
     source = tiny.write_tiny(tmp_path / "source", "llama")
     assert "is a directory: give --orbax or --safetensors" in convert(source, tmp_path / "out", code=2)
     assert "--mesh must be like data=2,model=4" in convert(source, tmp_path / "out", "--orbax", "--mesh", "8", code=2)
-    assert "there is no such directory" in convert(tmp_path / "no", tmp_path / "out", "--orbax", code=1)
+    assert "there is no directory" in convert(tmp_path / "no", tmp_path / "out", "--orbax", code=2)
+    assert "there is no file" in convert(tmp_path / "no.gguf", tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()
