@@ -534,6 +534,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the statistics. Thread-safe."""
+        running = {sequence.request.id for sequence in list(self._scheduler.running)}
         encoder: dict[str, Any] = {}
         if self._encoder is not None and self._features is not None:
             encoder = {
@@ -549,8 +550,8 @@ class Engine:
         return dataclasses.replace(
             self._stats,
             **encoder,
-            num_requests_running=len(self._scheduler.running),
-            num_requests_waiting=len(self._scheduler.waiting),
+            num_requests_running=len(running),
+            num_requests_waiting=len({sequence.request.id for sequence in list(self._scheduler.waiting)} - running),
             kv_cache_usage=self._pool.usage,
             num_preemptions=self._scheduler.num_preemptions,
             prefix_queries=dict(self._blocks.queries),

@@ -14,8 +14,8 @@ class EngineStats:
     """A snapshot of an engine's statistics. Gauges are 0 when the engine is idle.
 
     Attributes:
-        num_requests_running: gauge, sequences in the running batch.
-        num_requests_waiting: gauge, sequences in the queue.
+        num_requests_running: gauge, requests with a sequence in the running batch.
+        num_requests_waiting: gauge, requests whose sequences are all in the queue.
         kv_cache_usage: gauge in [0, 1], share of KV blocks in use.
         num_preemptions: counter, preemptions of sequences.
         prompt_tokens: counter, prompt tokens of requests whose prefill is done.

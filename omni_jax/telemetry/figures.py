@@ -18,21 +18,50 @@ MAX_PRIORITIES = 16  # priorities listed separately in a summary, because client
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class Histogram:
-    """Counts of durations per bucket and their sum. A bucket ends at its bound in SECONDS; the last has no bound."""
+# Histograms of requests and steps, with vLLM's names and bounds.
+_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+REQUEST_SECONDS = (*_REQUEST, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+BOUNDS: dict[str, tuple[float, ...]] = {
+    "request_queue_time_seconds": REQUEST_SECONDS,
+    "request_prefill_time_seconds": REQUEST_SECONDS,
+    "request_decode_time_seconds": REQUEST_SECONDS,
+    "request_inference_time_seconds": REQUEST_SECONDS,
+    "request_time_per_output_token_seconds": _TOKEN,
+    "iteration_tokens_total": (1, 8, *(2**power for power in range(4, 15))),
+}
 
-    def __init__(self):
-        self.counts = [0] * (len(SECONDS) + 1)
+
+class Histogram:
+    """Counts of values per bucket and their sum. A bucket ends at its bound; the last has no bound."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
-        self.sum += seconds
+    def add(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
     def merge(self, other: "Histogram") -> None:
         """Add the counts of another histogram."""
         self.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
+
+
+def request_times(record: RequestRecord) -> dict[str, float]:
+    """A continuation's times for the histograms in BOUNDS, as vLLM has them: it waits, prefills until its first token,
+    decodes until its last; prefill and decode are inference, waits for blocks or images included."""
+    scheduled = record.ended_at if record.scheduled_at is None else record.scheduled_at
+    first = record.ended_at if record.first_token_at is None else record.first_token_at
+    times = {
+        "request_queue_time_seconds": max(scheduled - record.queued_at, 0.0),
+        "request_prefill_time_seconds": first - scheduled,
+        "request_decode_time_seconds": record.ended_at - first,
+        "request_inference_time_seconds": record.ended_at - scheduled,
+    }
+    return times if record.tpot is None else times | {"request_time_per_output_token_seconds": record.tpot}
 
 
 def request_figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.segments import decode_deadline
 from omni_jax.telemetry.figures import (
+    BOUNDS,
     Histogram,
     Objective,
     Stage,
-    attained,
-    grouped,
     request_figures,
+    request_times,
     segment_figures,
     segment_table,
     stages,
@@ -90,7 +90,8 @@ class _Progress:
 class Recorder:
     """Records requests, segments and events.
 
-    Call it from one thread; `summary`, `attainment` and `histograms` may be called from any.
+    Call it from one thread; the statistics may be read from any. Only `summary` takes longer after more requests, up to
+    WINDOW of them.
 
     Args:
         segments: Whether segments are recorded; otherwise a step costs nothing.
@@ -100,6 +101,7 @@ class Recorder:
     Attributes:
         pauses, resumes: Number of pauses and of resumes (counters).
         preemptions: Number of preemptions by cause (counters).
+        swapped: Number of those whose blocks were swapped out; those of the others are recomputed.
         blocks_taken: Number of blocks lost to preemptions (a counter).
     """
 
@@ -108,6 +110,7 @@ class Recorder:
     ):
         self.pauses = self.resumes = self.blocks_taken = 0
         self.preemptions: dict[str, int] = {"blocks": 0, "class": 0}
+        self.swapped: dict[str, int] = {"blocks": 0, "class": 0}
         self._segments, self._sink, self._log_segments = segments or log_segments, sink, log_segments
         self._live: dict[Continuation, _Progress] = {}
         self._disturbed: dict[Continuation, list[int]] = {}  # pauses and preemptions of live continuations
@@ -118,11 +121,16 @@ class Recorder:
         self._ended: collections.deque[SegmentRecord] = collections.deque(maxlen=WINDOW)
         self._num_requests = self._num_segments = 0
         self._histograms: dict[tuple[Modality, Stage], Histogram] = {}
+        self._totals = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
+        # Requests in the window that had an objective: (class, objective, whether it was met) -> their number.
+        self._verdicts: collections.Counter[tuple[Modality, Objective, bool]] = collections.Counter()
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan, now: float) -> None:
         """Record that a step was planned."""
+        with self._lock:
+            self._totals["iteration_tokens_total"].add(plan.num_tokens)
         if not self._segments:
             return
         for row in plan.rows:
@@ -163,6 +171,7 @@ class Recorder:
             self.resumes += 1
         else:
             self.preemptions[event.cause] += 1
+            self.swapped[event.cause] += event.swapped
             self.blocks_taken += event.blocks
             disturbed[1] += 1
 
@@ -180,7 +189,12 @@ class Recorder:
                     logger.info("%s", line)
         with self._lock:
             self._num_requests += 1
+            if len(self._requests) == self._requests.maxlen:
+                self._verdicts.subtract(_verdicts(self._requests[0]))
             self._requests.append(record)
+            self._verdicts.update(_verdicts(record))
+            for name, value in request_times(record).items() if record.completed else ():
+                self._totals[name].add(value)
         if self._sink is not None:
             self._sink(record)
 
@@ -290,11 +304,15 @@ class Recorder:
                 whole._num_segments += part._num_segments
                 for key, found in part._histograms.items():
                     whole._histograms.setdefault(key, Histogram()).merge(found)
+                for name, total in part._totals.items():
+                    whole._totals[name].merge(total)
+                whole._verdicts.update(part._verdicts)
             whole.pauses += part.pauses
             whole.resumes += part.resumes
             whole.blocks_taken += part.blocks_taken
             for cause, count in part.preemptions.items():
                 whole.preemptions[cause] += count
+                whole.swapped[cause] += part.swapped[cause]
         whole._requests.extend(sorted(requests, key=lambda record: record.ended_at))
         whole._ended.extend(sorted(ended, key=lambda record: record.ended_at))
         return whole
@@ -304,16 +322,22 @@ class Recorder:
     def attainment(self) -> dict[Modality, dict[Objective, float]]:
         """Share of the latest requests that met each objective, among those that had it, by class."""
         with self._lock:
-            requests = list(self._requests)
-        return {
-            kind: {name: slo["share"] for name, slo in attained(group).items()}
-            for kind, group in grouped(requests, lambda record: record.modality).items()
-        }
+            counts = dict(self._verdicts)
+        shares: dict[Modality, dict[Objective, float]] = {}
+        for kind, name, _ in sorted(key for key, count in counts.items() if count):
+            met, missed = counts.get((kind, name, True), 0), counts.get((kind, name, False), 0)
+            shares.setdefault(kind, {})[name] = met / (met + missed)
+        return shares
 
     def histograms(self) -> dict[tuple[Modality, Stage], tuple[tuple[int, ...], float]]:
         """Durations of all segments so far: (class, stage) -> (count per bucket of SECONDS, sum)."""
         with self._lock:
             return {key: (tuple(found.counts), found.sum) for key, found in sorted(self._histograms.items())}
+
+    def totals(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Histograms of all requests and steps so far: name in BOUNDS -> (count per bucket, sum)."""
+        with self._lock:
+            return {name: (tuple(found.counts), found.sum) for name, found in self._totals.items()}
 
     def summary(self) -> dict[str, Any]:
         """Statistics of the latest WINDOW requests and segments, and counts of all, as plain JSON. Times are in
@@ -331,6 +355,12 @@ class Recorder:
                 "blocks_taken": self.blocks_taken,
             },
         }
+
+
+def _verdicts(record: RequestRecord) -> list[tuple[Modality, Objective, bool]]:
+    """The objectives that a request had, and whether each was met."""
+    met: dict[Objective, bool | None] = {"ttft": record.ttft_met, "tpot": record.tpot_met, "e2e": record.e2e_met}
+    return [(record.modality, name, verdict) for name, verdict in met.items() if verdict is not None]
 
 
 def _segment_record(

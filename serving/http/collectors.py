@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from omni_jax.telemetry.figures import SECONDS
+from omni_jax.telemetry.figures import BOUNDS, SECONDS
 from omni_jax.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:  # imports JAX
@@ -51,6 +52,16 @@ _COUNTERS = (
         "Number of padding patches added to vision tower calls to fill a bucket.",
     ),
 )
+
+
+_TOTALS = {  # histograms of the recorder; telemetry.figures.BOUNDS has their bounds
+    "request_queue_time_seconds": "Histogram of time spent in WAITING phase for request.",
+    "request_prefill_time_seconds": "Histogram of time spent in PREFILL phase for request.",
+    "request_decode_time_seconds": "Histogram of time spent in DECODE phase for request.",
+    "request_inference_time_seconds": "Histogram of time spent in RUNNING phase for request.",
+    "request_time_per_output_token_seconds": "Histogram of time_per_output_token_seconds per request.",
+    "iteration_tokens_total": "Histogram of number of tokens per engine_step.",
+}
 
 
 class _Families:
@@ -104,7 +115,7 @@ class EngineCollector(Collector):
             "vllm:cache_config_info",
             "Information of the LLMEngine CacheConfig",
             ["block_size", "num_gpu_blocks"],
-            [(str(info.block_size), str(info.num_blocks))],
+            [(str(info.block_size), str(info.num_blocks - 1))],  # without the block that padding is written to
         )
         yield make.info(
             "omni_jax:attention_info",
@@ -188,14 +199,17 @@ class RecorderCollector(Collector):
         yield attainment
         text = "Number of times a sequence was paused."
         yield make.single(CounterMetricFamily, "omni_jax:pauses", text, recorder.pauses)
-        yield make.by_label(
-            CounterMetricFamily,
+        preemptions = CounterMetricFamily(
             "omni_jax:preemptions",
             "Number of preemptions: a decoding sequence needed blocks (blocks), or a more urgent one a slot or blocks "
-            "(class).",
-            "reason",
-            dict(recorder.preemptions),
+            "(class). The blocks were swapped out (swap) or must be recomputed (recompute).",
+            labels=["model_name", "reason", "way"],
         )
+        for cause, count in recorder.preemptions.items():
+            swapped = recorder.swapped[cause]
+            preemptions.add_metric([self._model_name, cause, "swap"], swapped)
+            preemptions.add_metric([self._model_name, cause, "recompute"], count - swapped)
+        yield preemptions
         segments = {policy: counts["segments"] for policy, counts in self._segment_counts().items()}
         text = "Number of prompt segments."
         yield make.by_label(CounterMetricFamily, "omni_jax:segments", text, "policy", segments)
@@ -204,8 +218,16 @@ class RecorderCollector(Collector):
             "Histogram of time a segment spends in a stage in seconds.",
             labels=["model_name", "class", "stage"],
         )
-        bounds = [*(str(bound) for bound in SECONDS), "+Inf"]
         for (kind, stage), (counts, total) in recorder.histograms().items():
-            cumulative = list(zip(bounds, itertools.accumulate(counts), strict=True))
-            seconds.add_metric([self._model_name, kind, stage], cumulative, total)
+            seconds.add_metric([self._model_name, kind, stage], _cumulative(SECONDS, counts), total)
         yield seconds
+        for name, (counts, total) in recorder.totals().items():
+            family = HistogramMetricFamily(f"vllm:{name}", _TOTALS[name], labels=["model_name"])
+            family.add_metric([self._model_name], _cumulative(BOUNDS[name], counts), total)
+            yield family
+
+
+def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them: each bound with the number of values up to it."""
+    names = [*(floatToGoString(bound) for bound in bounds), "+Inf"]
+    return list(zip(names, itertools.accumulate(counts), strict=True))

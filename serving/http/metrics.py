@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 
 from omni_jax.requests import SamplingParams
+from omni_jax.telemetry.figures import REQUEST_SECONDS
 from omni_jax.telemetry.recorder import Recorder
 from serving.http.collectors import EngineCollector, MemoryCollector, RecorderCollector
 
@@ -19,7 +20,6 @@ _TOKEN_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
-_REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
@@ -61,7 +61,7 @@ class Metrics:
             "inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", _TOKEN_SECONDS
         )
         self._e2e = histogram(
-            "e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", _REQUEST_SECONDS
+            "e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", REQUEST_SECONDS
         )
         self._prompt_tokens = histogram("request_prompt_tokens", "Number of prefill tokens processed.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Number of generation tokens processed.", _TOKENS)
@@ -91,5 +91,5 @@ class Metrics:
             self._max_tokens.observe(params.max_tokens)
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus's text format."""
+        """All metrics in Prometheus's text format. Takes longer the more blocks are in use, so call it in a thread."""
         return generate_latest(self._registry)

@@ -172,7 +172,8 @@ async def _health(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[SERVER].metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+    server = request.app[SERVER]
+    return web.Response(body=await server.in_thread(server.metrics.exposition), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:

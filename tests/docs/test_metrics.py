@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omni_jax.memory import PoolUsage
 from omni_jax.telemetry.figures import SECONDS
+from omni_jax.telemetry.recorder import Recorder
 from tests.docs.markdown import ROOT
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine
@@ -40,6 +41,8 @@ async def families() -> dict[str, tuple[str, set[str]]]:
         histograms=lambda: {("text", "queue"): ([0] * (len(SECONDS) + 1), 0.0)},
         pauses=0,
         preemptions={"blocks": 0},
+        swapped={"blocks": 0},
+        totals=Recorder().totals,
     )
     async with serving(engine) as client:
         await client.complete()

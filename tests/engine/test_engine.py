@@ -381,6 +381,7 @@ def test_op_04_counters_add_up_and_gauges_are_zero_at_idle(main):
         stats = engine.stats()
         assert 0 <= stats.kv_cache_usage <= 1
         assert stats.num_requests_running <= 8
+        assert stats.num_requests_running + stats.num_requests_waiting <= 40  # requests, not their continuations
         if stats.steps % 25 == 0 and (victim := next(aborted, None)) is not None:
             return engine.abort(str(victim))
         return None

@@ -168,7 +168,7 @@ class FakeEngine:
         return (self.stats(),)
 
     def stats(self) -> EngineStats:
-        running = sum(1 for stream in self._live.values() for task in stream.tasks if not task.done())
+        running = sum(not all(task.done() for task in stream.tasks) for stream in self._live.values())
         return dataclasses.replace(self._stats, num_requests_running=running, kv_cache_usage=running / 64)
 
     def reset_prefix_cache(self) -> None:

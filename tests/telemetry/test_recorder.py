@@ -13,7 +13,8 @@ from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import Event, Row, SLOFirst, StepPlan
-from omni_jax.telemetry.figures import SECONDS, Histogram
+from omni_jax.telemetry import recorder as recorder_module
+from omni_jax.telemetry.figures import BOUNDS, SECONDS, Histogram, attained
 from omni_jax.telemetry.recorder import WINDOW, Recorder, log_event, request_class
 from omni_jax.telemetry.records import RequestRecord, SegmentRecord
 from tests.scheduling.loop import Loop, image_span
@@ -91,6 +92,39 @@ def test_a_segment_lasts_from_the_plan_of_its_first_token_to_the_commit_of_its_l
     assert [record.label for record in records] == ["sentence 1", "sentence 2", "sentence 3"]
 
 
+def test_histograms_of_requests_and_steps_have_vllms_meaning():
+    recorder = Recorder()
+    recorder.planned(plan_of((sequence_of(), 0, 9)), 1.0)
+    end(recorder, sequence_of(arrival=1.0, queued=2.0), 20.0, scheduled=4.0, first=12.0, outputs=5)
+    end(recorder, sequence_of(arrival=1.0), 3.0, scheduled=2.0)  # scores its prompt only
+    end(recorder, sequence_of(arrival=1.0), 99.0, reason="abort", scheduled=4.0, first=12.0, outputs=5)
+    end(recorder, sequence_of(arrival=1.0), 99.0, reason="error")
+    both = Recorder.merged([recorder, recorder])
+    found = {name: (sum(counts), total) for name, (counts, total) in recorder.totals().items()}
+    assert found == {
+        "request_queue_time_seconds": (2, 2.0 + 1.0),
+        "request_prefill_time_seconds": (2, 8.0 + 1.0),
+        "request_decode_time_seconds": (2, 8.0 + 0.0),
+        "request_inference_time_seconds": (2, 16.0 + 1.0),
+        "request_time_per_output_token_seconds": (1, 2.0),
+        "iteration_tokens_total": (1, 9.0),
+    }
+    for name, (counts, total) in both.totals().items():
+        assert (sum(counts), total) == (2 * found[name][0], 2 * found[name][1])
+    assert recorder.totals()["iteration_tokens_total"][0].index(1) == BOUNDS["iteration_tokens_total"].index(16)
+
+
+def test_shares_of_the_window_are_counted_and_not_searched(monkeypatch):
+    """They equal those of a search through the latest requests, at every step."""
+    monkeypatch.setattr(recorder_module, "WINDOW", 7)
+    recorder, records, rng = Recorder(sink=lambda record: records.append(record)), [], random.Random(0)
+    for _ in range(60):
+        slo = rng.choice([None, SLO(ttft_ms=1500), SLO(e2e_ms=4000, tpot_ms=400)])
+        end(recorder, sequence_of(slo=slo), rng.uniform(3, 6), scheduled=1.0, first=rng.uniform(1, 2), outputs=5)
+        shares = {name: each["share"] for name, each in attained(records[-7:]).items()}
+        assert recorder.attainment() == ({"text": shares} if shares else {})
+
+
 def test_a_segment_is_queued_from_the_plan_that_ends_the_one_before():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
@@ -108,6 +142,7 @@ def test_recomputation_after_a_preemption_is_not_recorded_twice():
     recorder.planned(plan := plan_of((s, 0, 6)), 1.0)
     recorder.committed(plan, 2.0)
     recorder.event(Event(kind="preempt", sequence=s, cause="blocks", by="x[0]", blocks=3), 2.0)
+    assert (recorder.preemptions["blocks"], recorder.swapped["blocks"]) == (1, 0)
     recorder.planned(plan := plan_of((s, 0, 8)), 5.0)
     recorder.committed(plan, 6.0)
     assert [(r.number, r.started_at, r.ended_at, r.steps) for r in records] == [(0, 1.0, 2.0, 1), (1, 1.0, 6.0, 2)]
@@ -241,7 +276,7 @@ def test_without_objectives_none_is_met_or_missed():
     recorder = Recorder(sink=records.append)
     end(recorder, sequence_of(), 99.0, scheduled=1.0, first=2.0, outputs=5)
     assert (records[0].ttft_met, records[0].tpot_met, records[0].e2e_met) == (None, None, None)
-    assert recorder.attainment() == {"text": {}}
+    assert recorder.attainment() == {}
 
 
 def test_an_output_has_the_deadline_of_its_last_token():

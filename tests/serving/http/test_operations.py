@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from omni_jax.telemetry.figures import BOUNDS
 from serving.http.server import OPEN_PATHS, make_app
 from serving.http.settings import SecuritySettings, ServerSettings
 from tests.serving.conftest import serving
@@ -84,7 +85,7 @@ async def test_op_04_metrics_add_up(client, engine):
     gone = asyncio.create_task(client.chat(n=3))
     running = asyncio.create_task(client.chat("a request that stays"))
     await wait_until(lambda: len(engine.requests) == 2)
-    assert (await metrics(client))['vllm:num_requests_running{model_name="fake"}'] == 4
+    assert (await metrics(client))['vllm:num_requests_running{model_name="fake"}'] == 2  # requests, not choices
     gone.cancel()
     await wait_until(lambda: engine.aborted)
     engine.gate.set()
@@ -118,7 +119,7 @@ async def test_op_04_metrics_add_up(client, engine):
     for counter in ("vllm:num_preemptions", "vllm:prompt_tokens", "vllm:corrupted_requests", "omni_jax:padded_tokens"):
         assert samples[f"{counter}_total{label}"] >= 0
     assert samples[f"omni_jax:compiles_after_warmup_total{label}"] == 0
-    assert samples['vllm:cache_config_info{block_size="16",model_name="fake",num_gpu_blocks="64"}'] == 1
+    assert samples['vllm:cache_config_info{block_size="16",model_name="fake",num_gpu_blocks="63"}'] == 1
 
 
 async def test_metrics_and_stats_report_the_attention_implementation():
@@ -131,6 +132,21 @@ async def test_metrics_and_stats_report_the_attention_implementation():
         assert samples['omni_jax:attention_fallbacks{model_name="fake"}'] == 1
         _, stats = await client.get("/stats")
         assert stats["attention"] == attention | {"fallbacks": [reason]}
+
+
+async def test_preemptions_by_way_and_times_of_requests(client, engine):
+    recorder = engine.recorder
+    recorder.preemptions, recorder.swapped = {"blocks": 5, "class": 2}, {"blocks": 3, "class": 0}
+    samples = await metrics(client)
+
+    def preempted(reason: str, way: str) -> float:
+        return samples[f'omni_jax:preemptions_total{{model_name="fake",reason="{reason}",way="{way}"}}']
+
+    assert [preempted(reason, way) for reason in ("blocks", "class") for way in ("swap", "recompute")] == [3, 2, 0, 2]
+    for name, bounds in BOUNDS.items():
+        assert samples[f'vllm:{name}_count{{model_name="fake"}}'] == 0
+        assert len([key for key in samples if key.startswith(f"vllm:{name}_bucket")]) == len(bounds) + 1
+    assert samples['vllm:request_queue_time_seconds_bucket{le="7680.0",model_name="fake"}'] == 0
 
 
 async def test_two_apps_have_separate_metrics():
