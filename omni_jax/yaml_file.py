@@ -49,7 +49,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     kind = "JSON" if path.suffix.lower() == ".json" else "YAML"
     try:
         text = data.decode("utf-8-sig")
-        tree = json.loads(text, object_pairs_hook=_mapping) if kind == "JSON" else yaml.load(text, _Loader)
+        tree = read_json(text) if kind == "JSON" else yaml.load(text, _Loader)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: not {kind}: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -59,6 +59,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of keys to values, got {type(tree).__name__}")
     return tree
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text: of a flag, a field, or a line of a file.
+
+    Raises:
+        ValueError: it is not JSON, or a key is repeated, of which Python would keep the last.
+    """
+    return json.loads(text, object_pairs_hook=_mapping)
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from omni_jax.yaml_file import read_mapping
+from omni_jax.yaml_file import read_json, read_mapping
 
 
 def write(folder, name: str, content: str | bytes):
@@ -41,3 +41,23 @@ def test_a_date_stays_text(tmp_path):
 def test_other_content_is_refused(tmp_path, name, content, error):
     with pytest.raises(ValueError, match=rf"{name}: .*{error}"):
         read_mapping(write(tmp_path, name, content))
+
+
+def test_repeated_keys_are_refused_wherever_a_person_writes_json(tmp_path):
+    """Of two values, Python would keep the last. Flags, lines of traces, and lines of texts."""
+    from omni_jax.engine.config import EngineConfig
+    from omni_jax.lab.kv_study import BadText, read_texts
+    from omni_jax.simulation.workload import read_trace
+    from serving.http.settings import _parse_limits
+
+    with pytest.raises(ValueError, match="a is given twice"):
+        read_json('[{"a": 1, "a": 1}]')
+    with pytest.raises(ValueError, match="policy is given twice"):
+        EngineConfig(model_dir=tmp_path, segment_policy='{"policy": "hybrid", "policy": "request"}')
+    for limits in ('{"image": 1, "image": 2}', "image=1,image=2"):
+        with pytest.raises(ValueError, match="each once"):
+            _parse_limits(limits)
+    with pytest.raises(ValueError, match=r"t\.jsonl:1: at is given twice"):
+        read_trace(write(tmp_path, "t.jsonl", '{"at": 1, "at": 2, "text_tokens": 3, "output_tokens": 4}'))
+    with pytest.raises(BadText, match=r"line 1 .* text is given twice"):
+        list(read_texts(write(tmp_path, "k.jsonl", '{"text": "a", "text": "b"}')))

@@ -1,7 +1,6 @@
 """Settings of an engine, by panel, and what a started engine reports about itself. Names are vLLM's."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from omni_jax.settings import Settings
+from omni_jax.yaml_file import read_json
 
 Count = Annotated[int, Ge(1)]
 Milliseconds = Annotated[float, Gt(0), Lt(math.inf)]
@@ -178,8 +178,8 @@ class SchedulingSettings(Settings):
             raise ValueError('scheduling_policy "slo" needs chunked prefill: leave enable_chunked_prefill on')
         if isinstance(self.segment_policy, str) and self.segment_policy.lstrip().startswith("{"):
             try:
-                self._replace("segment_policy", json.loads(self.segment_policy))
-            except json.JSONDecodeError as error:
+                self._replace("segment_policy", read_json(self.segment_policy))
+            except ValueError as error:
                 raise ValueError(f"segment_policy: not JSON: {error}") from None
 
 

@@ -188,6 +188,10 @@ class LLM:
     ) -> list[Score]:
         """Compute log-probabilities of texts. Generates nothing; whole logits never leave the device.
 
+        A text is encoded as a prompt, so with the BOS if the tokenizer adds one. The first token, then the BOS, has no
+        logprob (None), since nothing comes before it. So with a BOS every token of the text is scored; without one, the
+        text's first token is not, and to score it too, put a token of your own before it, as token ids.
+
         Args:
             texts: one text or several, as the prompts of generate.
             use_tqdm: see the class.

@@ -14,7 +14,6 @@ import collections
 import contextlib
 import dataclasses
 import gc
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from omni_jax.lab.machine import machine_facts
 from omni_jax.requests import EngineError, Request, SamplingParams
 from omni_jax.scheduling.plan import StepPlan
 from omni_jax.telemetry.recorder import Recorder
+from omni_jax.yaml_file import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 def _text_of(line: str, where: str) -> str:
     try:
-        row = json.loads(line)
+        row = read_json(line)
     except ValueError as error:
         raise BadText(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):

@@ -17,6 +17,7 @@ import numpy as np
 from omni_jax.requests import Request, SamplingParams
 from omni_jax.requests.slo import SLO
 from omni_jax.simulation import texts
+from omni_jax.yaml_file import read_json
 
 if TYPE_CHECKING:  # transformers is not imported for a type
     from omni_jax.inputs import MediaItem, VisionInputs
@@ -291,7 +292,7 @@ def read_trace(path: Path | str) -> tuple[Arrival, ...]:
             continue
         where = f"{path}:{number}"
         try:
-            entry: Any = json.loads(line)
+            entry: Any = read_json(line)
             if not isinstance(entry, dict):
                 raise ValueError(f"expected an object, got {line[:40]!r}")
             if unknown := sorted(entry.keys() - set(known)):

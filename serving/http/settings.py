@@ -14,6 +14,7 @@ from typing import Annotated, cast
 from annotated_types import Ge, Gt, Le, Lt
 
 from omni_jax.settings import Settings
+from omni_jax.yaml_file import read_json
 
 MODALITIES = ("image", "video")
 DEFAULT_LIMITS: Mapping[str, int] = {"image": 16, "video": 1}  # parts in a request
@@ -171,11 +172,14 @@ def _parse_limits(text: str) -> dict[str, int]:
     """
     try:
         if text.lstrip().startswith("{"):
-            return json.loads(text)
-        return {name.strip(): int(count) for name, count in (pair.split("=") for pair in text.split(","))}
+            return read_json(text)
+        limits = [(name.strip(), int(count)) for name, count in (pair.split("=") for pair in text.split(","))]
+        if len(dict(limits)) < len(limits):
+            raise ValueError
+        return dict(limits)
     except ValueError:
         raise ValueError(
-            f'media limits must be like image=4,video=1 or {{"image": 4, "video": 1}}, got {text!r}'
+            f'media limits must be like image=4,video=1 or {{"image": 4, "video": 1}}, each once, got {text!r}'
         ) from None
 
 
