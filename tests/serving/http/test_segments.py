@@ -227,8 +227,8 @@ async def test_metrics_have_the_figures_of_stats_and_a_bounded_number_of_series(
     assert value("slo_attainment", **{"class": "text", "objective": "ttft"}) == 0.5
     assert value("slo_attainment", **{"class": "text", "objective": "tpot"}) == 1.0
     assert value("pauses_total") == 2
-    assert value("preemptions_total", reason="class") == 2
-    assert value("preemptions_total", reason="blocks") == 0
+    assert value("preemptions_total", reason="class", way="recompute") == 2
+    assert value("preemptions_total", reason="blocks", way="swap") == 0
     assert value("segments_total", policy="by_length") == sum(len(r.segments) for r in engine.requests[:5])
     stage = {"class": "text", "stage": "decode"}
     assert value("segment_seconds_count", **stage) == 2
