@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 import time
@@ -270,7 +271,8 @@ class LLM:
         ]
         if (video := data.get("video")) is not None:
             parts.append(MediaPart(modality="video", source=video, where="the video", options=options or {}))
-        items = [pack_part(part, vision.settings, _source(part)) for part in parts]
+        pack = functools.partial(pack_part, max_tokens=self.info.max_model_len)
+        items = [pack(part, vision.settings, _source(part)) for part in parts]
         return expand(ids, items, vision.config, param="prompt")
 
     def _rendered(self, messages: Messages, template: Mapping[str, Any]) -> "_Rendered":
@@ -279,7 +281,9 @@ class LLM:
             prompt = RenderedPrompt(ids=tuple(self.tokenizer.render_chat(messages, **template)))
         else:
             parts = media_parts(messages, modalities=modalities_of(self.tokenizer, vision.config))
-            items = [pack_part(part, vision.settings, _source(part)) for part in parts]
+            items = [
+                pack_part(part, vision.settings, _source(part), max_tokens=self.info.max_model_len) for part in parts
+            ]
             prompt = chat_prompt(self.tokenizer, vision.config, messages, items, **template)
         ids = list(prompt.ids)
         for span in reversed(prompt.media):

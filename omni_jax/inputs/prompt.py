@@ -66,13 +66,16 @@ class Prompt:
     positions: np.ndarray | None = None
 
 
-def pack_part(part: MediaPart, settings: VisionSettings, source: Any = None) -> MediaItem:
+def pack_part(
+    part: MediaPart, settings: VisionSettings, source: Any = None, *, max_tokens: int | None = None
+) -> MediaItem:
     """Decode, resize and cut an image or video into patches. Call it in a thread, not on an event loop.
 
     Args:
         part: the part; its options limit the pixels and select the frames.
         source: bytes of a file, a Pillow image or an array, and for a video also a list of these. Default: the part's
             source. The caller fetches URLs and paths.
+        max_tokens: limit on the tokens of a video; None: no limit. Checked before its frames are in memory.
 
     Raises:
         InvalidRequest: the source cannot be read, or an option is unknown or out of range. The message begins with the
@@ -89,11 +92,13 @@ def pack_part(part: MediaPart, settings: VisionSettings, source: Any = None) -> 
             return pack_image(image, settings, **options)
         bounds = {name: options[name] for name in ("min_pixels", "max_pixels") if name in options}
         if isinstance(source, bytes | bytearray | memoryview):
-            return pack_video(decode_video(bytes(source), settings, **options), settings, **bounds)
+            decoded = decode_video(bytes(source), settings, max_tokens=max_tokens, **options)
+            return pack_video(decoded, settings, **bounds)
         if "num_frames" in options:
             raise InvalidRequest("num_frames applies to video files only; all frames of a list are used")
         frames = source if isinstance(source, list | tuple) or getattr(source, "ndim", 0) == 4 else [source]
-        return pack_video(video_from_frames(frames, settings, fps=options.get("fps"), **bounds), settings, **bounds)
+        made = video_from_frames(frames, settings, fps=options.get("fps"), max_tokens=max_tokens, **bounds)
+        return pack_video(made, settings, **bounds)
     except InvalidRequest as error:
         raise InvalidRequest(f"{part.where}: {error}", param="messages") from error
 

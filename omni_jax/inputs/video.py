@@ -99,6 +99,7 @@ def decode_video(
     num_frames: int | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
+    max_tokens: int | None = None,
 ) -> Frames:
     """Decode the sampled frames of a video, and only the packets they need.
 
@@ -111,6 +112,8 @@ def decode_video(
         fps: frames to sample per second. Default: settings.fps, if num_frames is not given. See sample_indices.
         num_frames: frames to sample from the whole video, instead of fps.
         min_pixels, max_pixels: bounds on a resized frame, as in pack_video.
+        max_tokens: limit on the tokens of the video, checked when the first frame is decoded, so that a video that is
+            too long takes no memory. None: no limit.
 
     Raises:
         InvalidRequest: the bytes are not a video, or it is damaged, truncated or beyond a limit, or fps and num_frames
@@ -130,7 +133,9 @@ def decode_video(
                 if number in places and number not in images:
                     image = _frame_image(frame, max_source_pixels)
                     source = source or (image.height, image.width)
-                    size = size or frame_size(*source, len(wanted), settings, min_pixels=low, max_pixels=high)
+                    if size is None:
+                        size = frame_size(*source, len(wanted), settings, min_pixels=low, max_pixels=high)
+                        _check_tokens(len(wanted), size, settings, max_tokens)
                     images[number] = _resize(image, size, settings)
                     if len(images) == len(places):
                         break
@@ -156,6 +161,7 @@ def video_from_frames(
     fps: float | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
+    max_tokens: int | None = None,
 ) -> Frames:
     """A video from a list of its frames: Pillow images, arrays, or the bytes of image files.
 
@@ -165,6 +171,7 @@ def video_from_frames(
     Args:
         fps: frames per second of the list. Default: settings.fps.
         min_pixels, max_pixels: bounds on a resized frame, as in pack_video.
+        max_tokens: as in decode_video.
 
     Raises:
         InvalidRequest: there are no frames, too many, or of different sizes; or as_image or to_rgb refuses one, with
@@ -185,6 +192,7 @@ def video_from_frames(
         if not resized:
             source = (frame.height, frame.width)
             size = frame_size(*source, len(images), settings, min_pixels=low, max_pixels=high)
+            _check_tokens(len(images), size, settings, max_tokens)
         if (frame.height, frame.width) != source:
             raise _invalid(
                 f"frame {i} has {frame.width} x {frame.height} pixels, but frame 0 has {source[1]} x {source[0]}; all "
@@ -321,6 +329,16 @@ def _check_sampling(settings: VisionSettings, fps: float | None, num_frames: int
     if num_frames is not None and (type(num_frames) is not int or not 1 <= num_frames <= settings.max_frames):
         raise _invalid(
             f"num_frames must be a whole number from 1 to {settings.max_frames} (server's limit), got {num_frames!r}"
+        )
+
+
+def _check_tokens(frames: int, size: tuple[int, int], settings: VisionSettings, limit: int | None) -> None:
+    steps = -(-frames // settings.temporal_patch_size)
+    tokens = steps * (size[0] // settings.factor) * (size[1] // settings.factor)
+    if limit is not None and tokens > limit:
+        raise _invalid(
+            f"the video has {tokens:,} tokens, {frames} frames of {size[1]} x {size[0]} pixels, and the context has "
+            f"room for {limit:,}: sample fewer frames (fps, num_frames), or make them smaller (max_pixels)"
         )
 
 

@@ -55,8 +55,10 @@ def run(options: Options, console: Console | None = None) -> Summary:
         OSError: the output cannot be written.
     """
     console = console or Console(stderr=True)
-    sources = find_sources(options.source)
+    skipped: list[Source] = []
+    sources = find_sources(options.source, skipped)
     summary = asyncio.run(_interruptible(options, sources, console))
+    summary.skipped = tuple((source.name, source.fault or "") for source in skipped)
     show(summary, console)
     return summary
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 INTERRUPTED = 130  # exit code of shells for SIGINT
 
 _LINE_PERIOD = 10.0  # seconds between lines of progress without a terminal
+_MAX_SKIPPED = 20  # skipped files that the summary names
 _MAX_REASONS = 5  # kinds of failures that the summary shows
 
 Count = Callable[[Mapping[str, Any]], None]
@@ -35,6 +36,7 @@ class Summary:
         stopped: why the run stopped early by itself; None if it did not.
         resume: the command that sends the rest, after an interrupted or stopped run.
         out: path of the output file.
+        skipped: files of a folder that are not sent, as (path, reason).
         reasons: failures by HTTP status, or by type if there was no response: their count, and the message of one.
     """
 
@@ -51,6 +53,7 @@ class Summary:
     stopped: str | None = None
     resume: str | None = None
     out: str
+    skipped: tuple[tuple[str, str], ...] = ()
     reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def count(self, row: Mapping[str, Any]) -> None:
@@ -96,6 +99,11 @@ def show(summary: Summary, console: Console) -> None:
     lines = [f"{summary.sources} sources: {', '.join(counts)}. {summary.seconds:.1f} s, {speed:.1f}/s."]
     for kind, reason in sorted(summary.reasons.items(), key=lambda item: -item[1]["count"])[:_MAX_REASONS]:
         lines.append(f"  {reason['count']} x {kind}, such as: {reason['message']}")
+    if summary.skipped:
+        lines.append(f"{len(summary.skipped)} files of the folder were skipped:")
+        lines += [f"  {name}: {reason}" for name, reason in summary.skipped[:_MAX_SKIPPED]]
+        if (more := len(summary.skipped) - _MAX_SKIPPED) > 0:
+            lines.append(f"  and {more} more")
     if summary.interrupted:
         lines.append("Interrupted.")
     if summary.stopped is not None:

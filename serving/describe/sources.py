@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MEDIA_TYPES = {
-    ".avif": "image/avif",
-    ".bmp": "image/bmp",
+    **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jfi", ".pjpeg", ".pjp"), "image/jpeg"),
+    **dict.fromkeys((".png", ".apng"), "image/png"),
+    **dict.fromkeys((".tif", ".tiff"), "image/tiff"),
+    **dict.fromkeys((".bmp", ".dib"), "image/bmp"),
+    **dict.fromkeys((".avif", ".avifs"), "image/avif"),
     ".gif": "image/gif",
-    ".jpe": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".jpg": "image/jpeg",
-    ".png": "image/png",
-    ".tif": "image/tiff",
-    ".tiff": "image/tiff",
+    ".mpo": "image/mpo",
     ".webp": "image/webp",
-}  # by suffix; other files of a folder are ignored
+}  # by suffix; other files of a folder are skipped
+_UNREAD = (  # suffixes of images that the server does not read
+    *(".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".svg", ".ico", ".psd", ".tga", ".ppm", ".pgm", ".pbm"),
+    *(".pnm", ".dng", ".raw", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".eps", ".pdf"),
+)
 MAX_FILE_BYTES = 64 * 2**20  # largest image; one per request in flight is in memory, a third larger as base64
 
 _PIECE = 3 * 2**18  # a multiple of 3, so that the base64 of pieces can be joined
@@ -53,13 +55,14 @@ class Source:
     fault: str | None = None
 
 
-def find_sources(given: str) -> list[Source]:
+def find_sources(given: str, skipped: list[Source] | None = None) -> list[Source]:
     """Return the images that an argument names, each once.
 
     Args:
         given: a folder, searched recursively for files with an image suffix, sorted by name; a text file (.txt) with a
             path or URL in each line, in that order; an image; or a URL. Paths are relative to the working directory;
             blank lines and surrounding blanks are ignored.
+        skipped: gets the files of the folder that are not sent, each with its reason as `fault`.
 
     Raises:
         UsageError: nothing has that name, or it has no images.
@@ -67,8 +70,11 @@ def find_sources(given: str) -> list[Source]:
     if _URL.match(given):
         return [_source(given)]
     if os.path.isdir(given):
-        found = sorted(_images(given), key=lambda source: source.name)
-        nothing = f"no images in {given}: expected files that end in {', '.join(MEDIA_TYPES)}"
+        others: list[Source] = [] if skipped is None else skipped
+        found = sorted(_images(given, others), key=lambda source: source.name)
+        others.sort(key=lambda source: source.name)
+        rest = f"; {len(others)} other files, such as {others[0].name}: {others[0].fault}" if others else ""
+        nothing = f"no images in {given}: expected files that end in {', '.join(MEDIA_TYPES)}{rest}"
     elif not os.path.exists(given):
         raise UsageError(f"no such folder, image or list: {given}")
     elif given.lower().endswith(".txt"):
@@ -130,8 +136,14 @@ def _name(path: str) -> str:
     return path
 
 
-def _images(folder: str) -> Iterator[Source]:
-    """Yield files with an image suffix, except hidden ones and those in hidden folders.
+def _why_not(suffix: str) -> str:
+    if suffix in _UNREAD:
+        return f"the server does not read {suffix[1:].upper()}: convert it to JPEG or PNG"
+    return f"{suffix} is no image's suffix" if suffix else "its name has no suffix"
+
+
+def _images(folder: str, others: list[Source]) -> Iterator[Source]:
+    """Yield files with an image suffix, except hidden ones and those in hidden folders. Append other files to `others`.
 
     A folder is searched once even if links lead to it, so loops end. Links are followed last, so that files are found
     under the folder's own name.
@@ -157,5 +169,7 @@ def _images(folder: str) -> Iterator[Source]:
                     waiting.append(path)
                 else:
                     waiting.appendleft(path)
-            elif os.path.splitext(name)[1].lower() in MEDIA_TYPES:
+            elif (suffix := os.path.splitext(name)[1].lower()) in MEDIA_TYPES:
                 yield Source(name=_name(path), path=path)
+            else:
+                others.append(Source(name=_name(path), path=path, fault=_why_not(suffix)))

@@ -151,12 +151,13 @@ def _check_bounds(part: MediaPart, settings: VisionSettings) -> None:
 
 async def _load(server: Server, part: MediaPart, settings: VisionSettings, slots: asyncio.Semaphore) -> MediaItem:
     """Fetches and preprocesses one image or video."""
+    pack = partial(pack_part, max_tokens=server.engine.info.max_model_len)
     if isinstance(part.source, list):
         frames = await _frames(server, part, slots)
-        return await server.in_media_thread(pack_part, part, settings, frames)
+        return await server.in_media_thread(pack, part, settings, frames)
     async with slots:  # until the item is packed, so that its file is freed before the next fetch
         data = await _fetch(server, part.source, part.where)
-        return await server.in_media_thread(pack_part, part, settings, data)
+        return await server.in_media_thread(pack, part, settings, data)
 
 
 async def _frames(server: Server, part: MediaPart, slots: asyncio.Semaphore) -> list[bytes]:

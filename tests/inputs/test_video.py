@@ -505,3 +505,23 @@ def test_sec_03_frames_of_a_list_are_kept_resized(monkeypatch):
     assert frames.source_size == (1500, 2000)
     assert all(image.width * image.height <= SETTINGS.video_max_pixels for image in frames.images)
     assert pack_video(frames, SETTINGS).grid[0] == 2
+
+
+def test_a_video_longer_than_the_context_is_refused_at_its_first_frame(monkeypatch):
+    """Neither its frames nor its patches are in memory then."""
+    decoded = []
+    frame_image = video._frame_image
+    monkeypatch.setattr(video, "_frame_image", lambda *args: decoded.append(1) or frame_image(*args))
+    tokens = pack_video(decode_video(clip(40), SETTINGS, num_frames=20), SETTINGS).num_tokens
+    assert len(decoded) == 20
+    decode_video(clip(40), SETTINGS, num_frames=20, max_tokens=tokens)
+    decoded.clear()
+    message = refusal(clip(40), num_frames=20, max_tokens=tokens - 1)
+    assert f"the video has {tokens} tokens, 20 frames" in message
+    assert f"room for {tokens - 1}: sample fewer frames (fps, num_frames)" in message
+    assert len(decoded) == 1
+    opened = []
+    monkeypatch.setattr(video, "as_image", lambda source, **_: opened.append(1) or Image.new("RGB", (280, 280)))
+    with pytest.raises(InvalidRequest, match="the video has 200 tokens, 4 frames of 280 x 280 pixels"):
+        video_from_frames([b""] * 4, SETTINGS, max_tokens=199)
+    assert len(opened) == 1

@@ -1,13 +1,16 @@
 """Image sources: folders, lists, names, unreadable files."""
 
 import errno
+import io
 import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from serving.describe import sources as describe_sources
-from serving.describe.sources import UsageError, find_sources
+from serving.describe.report import show
+from serving.describe.sources import UsageError, data_uri, find_sources
 from tests.serving.describe.fake import image_of, options, rows, run
 
 IMAGE = b"\x89PNG some bytes "
@@ -133,3 +136,34 @@ def test_unreadable_files_become_error_rows(fake, server, folder, tmp_path, monk
     run(options(tmp_path / "list.txt", server, out))
     messages = [row["error"]["message"] for row in rows(out).values()]
     assert sorted(messages) == ["cannot read the file: embedded null byte", "not a regular file"]
+
+
+def test_bf_03_files_are_sent_or_skipped_by_name_with_the_reason(fake, server, folder, tmp_path):
+    sent = ("a.jfif", "b.JIF", "c.pjpeg", "d.mpo", "e.pjp", "f.dib", "g.apng", "h.jpg")
+    for name in (*sent, "i.heic", "notes.txt", "j.svg", "README", ".hidden.txt"):
+        (folder / name).write_text(name)
+    out = tmp_path / "out.jsonl"
+    summary = run(options(folder, server, out))
+    assert sorted(image_of(body) for body in fake.requests) == sorted(sent)
+    assert set(rows(out)) == {str(folder / name) for name in sent}
+    assert summary.sources == len(sent)
+    assert dict(summary.skipped) == {
+        str(folder / "README"): "its name has no suffix",
+        str(folder / "i.heic"): "the server does not read HEIC: convert it to JPEG or PNG",
+        str(folder / "j.svg"): "the server does not read SVG: convert it to JPEG or PNG",
+        str(folder / "notes.txt"): ".txt is no image's suffix",
+    }
+    text = io.StringIO()
+    show(summary, Console(file=text, width=200))
+    assert "4 files of the folder were skipped:" in text.getvalue()
+    assert f"  {folder / 'i.heic'}: the server does not read HEIC" in text.getvalue()
+    summary.skipped *= 10
+    show(summary, Console(file=text, width=200))
+    assert "  and 20 more" in text.getvalue()
+    assert data_uri(str(folder / "b.JIF")).startswith(b"data:image/jpeg;base64,")
+
+
+def test_bf_03_a_folder_without_images_says_what_it_has(folder):
+    (folder / "i.heic").write_bytes(IMAGE)
+    with pytest.raises(UsageError, match=r"1 other files, such as .*i\.heic: the server does not read HEIC"):
+        find_sources(str(folder))

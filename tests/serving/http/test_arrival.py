@@ -15,9 +15,9 @@ from tests.serving.images import CHAT, RED, ask, body, image
 async def test_latency_counts_the_picture(monkeypatch, stream):
     decoding = []
 
-    def slow(*args):
+    def slow(*args, **options):
         decoding.append(time.monotonic())
-        item = pack_part(*args)
+        item = pack_part(*args, **options)
         while time.monotonic() == decoding[-1]:
             pass
         decoding.append(time.monotonic())
@@ -36,6 +36,7 @@ async def test_latency_counts_the_picture(monkeypatch, stream):
         assert before < request.arrival < decoding[0] < decoding[1] < request.queued_at
         samples = await metrics(client)
     label = '{model_name="fake"}'
+    assert request.queued_at is not None
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
         assert samples[f"vllm:{name}_count{label}"] == 1
         assert samples[f"vllm:{name}_sum{label}"] > request.queued_at - request.arrival

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import logging
 import threading
 
@@ -361,10 +362,10 @@ async def test_concurrent_fetches_of_a_request_are_limited(engine, host):
 async def test_text_does_not_wait_for_image_decoding(client, engine, monkeypatch):
     free, busy, packed = threading.Event(), threading.Event(), prompts.pack_part
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         busy.set()
         assert free.wait(20)
-        return packed(*arguments)
+        return packed(*arguments, **options)
 
     monkeypatch.setattr(prompts, "pack_part", slow)
     waiting = [asyncio.create_task(ask(client, image(RED), "What is it?")) for _ in range(20)]
@@ -449,3 +450,11 @@ async def test_a_full_queue_refuses_before_media_are_fetched(engine, client, hos
     assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
     engine.gate.set()
     await asyncio.gather(*filling)
+
+
+async def test_a_video_longer_than_the_context_is_refused_before_it_is_packed(client, engine, monkeypatch):
+    monkeypatch.setattr("omni_jax.inputs.prompt.pack_video", lambda *_, **__: pytest.fail("packed"))
+    before, engine.info = engine.info, dataclasses.replace(engine.info, max_model_len=63)
+    clip = url_part(data_uri(video([RED] * 20, rate=4), "video/mp4"), "video")  # 16 tokens for each of 4 steps
+    await assert_rejected(client, body(clip), match="messages[0].content[0]: the video has 64 tokens, 8 frames")
+    engine.info = before
