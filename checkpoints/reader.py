@@ -16,6 +16,7 @@ import mmap
 import os
 from collections import Counter
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
@@ -123,13 +124,14 @@ def check(directory: Path | str, *, full: bool = False) -> str:
     if full or unverified:
         checkpoint.read_all()
     tensors = checkpoint.tensors.values()
-    config = checkpoint.config
+    named = checkpoint.config.get("architectures")
+    architectures = named if isinstance(named, list) else []
     dtypes = Counter()
     for info in tensors:
         dtypes[str(info.dtype)] += math.prod(info.shape)
     lines = [
         f"{checkpoint.directory}: good",
-        f"  architecture  {', '.join(config.get('architectures') or ['not stated'])}",
+        f"  architecture  {', '.join(map(str, architectures)) or 'not stated'}",
         f"  weights       {len(tensors)} tensors in {len({info.file for info in tensors})} file(s), "
         f"{checkpoint.nbytes / 1e6:,.1f} MB",
         f"  parameters    {', '.join(f'{count:,} {dtype}' for dtype, count in dtypes.most_common())}",
@@ -222,12 +224,21 @@ def locate(directory: Path, name: str) -> Path:
 def _json_object(directory: Path, name: str) -> dict:
     file = locate(directory, name)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} is not a JSON file: {error}") from error
+        raise CheckpointError(f"{name} is not a valid JSON file: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{name} must hold a JSON object, got a {type(content).__name__}")
     return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dictionary; a key that is given twice is an error, since readers differ in which one they take."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"it has the key {twice!r} twice")
+    return found
 
 
 def _single(directory: Path, listing: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:

@@ -73,3 +73,16 @@ def test_a_request_that_can_never_run_is_named_before_the_run(backend):
         backend.replay(arm, [*others, long])
     for engine in backend._engines.values():
         assert_idle(engine)
+
+
+def test_requests_that_fail_are_in_the_run_as_failed(backend, monkeypatch, caplog):
+    (arm,) = backend._experiment.arms
+    engine, arrivals = backend._engine(arm), workload(backend._experiment, "usual", 1, rate=1000.0)[:3]
+    monkeypatch.setattr(engine, "step", lambda: engine.fail("the device is lost"))
+    run = backend.replay(arm, arrivals, tag="some cell")
+    monkeypatch.undo()
+    assert {row.id for row in run.requests} == {arrival.id for arrival in arrivals}
+    for row in run.requests:
+        assert (row.failed, row.finish_reason) == (True, "error")
+        assert f"request {row.id} of some cell failed: the device is lost" in caplog.text
+    assert_idle(engine)
