@@ -7,7 +7,6 @@ so they are refused: leaving them out in silence would serve another model than 
 _TOOLS = "tool calls and reasoning are not parsed: they are in the text of the answer"
 _COMPILED = "steps are compiled at the start for a few sizes, without further settings"
 _LORA = "LoRA adapters are not supported: merge the adapter into the weights"
-_HUB = "models are read from a directory: download the files that you want with `hf download`"
 
 _INSTEAD = {
     "--compilation-config": _COMPILED,
@@ -15,7 +14,6 @@ _INSTEAD = {
     "--disable-log-stats": "statistics are not logged; they are at /metrics and /stats",
     "--distributed-executor-backend": "the devices of a process are used as they are; several machines need "
     "--coordinator-address",
-    "--download-dir": _HUB,
     "--enable-auto-tool-choice": _TOOLS,
     "--enable-log-requests": "prompts are never logged; --debug-print-batch logs the token ids of each step",
     "--enable-lora": _LORA,
@@ -27,7 +25,6 @@ _INSTEAD = {
     "--max-seq-len-to-capture": _COMPILED,
     "--quantization": "weights have the type of --dtype; --kv-cache-dtype int8 makes the KV cache smaller",
     "--reasoning-parser": _TOOLS,
-    "--revision": _HUB,
     "--runner": "only text generation is served",
     "--speculative-config": "speculative decoding is not supported",
     "--ssl-certfile": "TLS needs a proxy in front of the server",

@@ -440,7 +440,7 @@ def test_sch_06_an_odd_budget_compiles_nothing(main):
 
 
 def test_a_compilation_in_a_step_is_counted(main, monkeypatch):
-    engine, other = make_engine(main, forbid_tracing=False), make_engine(main)
+    engine, other = make_engine(main, options={"forbid_tracing": False}), make_engine(main)
     dispatch = main.runner.dispatch
 
     def compiling(plan):

@@ -6,6 +6,7 @@ from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.loading import read_tokenizer
 from serving.cli.sources import _written_out
 from serving.cli.vllm_flags import _INSTEAD
+from tests.docs.cli import flags
 from tests.engines import checkpoint
 
 
@@ -34,13 +35,13 @@ def test_a_length_with_a_unit_reaches_the_engine_from_flag_and_file(invoke, serv
 
 
 def test_flags_without_effect_are_taken(invoke, served, tmp_path):
-    flags = ("--enforce-eager", "--disable-log-requests", "--load-format", "auto", "--trust-remote-code")
-    result = invoke("serve", tmp_path, *flags)
+    taken = ("--enforce-eager", "--disable-log-requests", "--load-format", "auto", "--trust-remote-code")
+    result = invoke("serve", tmp_path, *taken)
     assert result.exit_code == 0, result.stderr
     assert invoke("serve", tmp_path, "--load-format", "dummy").exit_code == 2
 
 
-@pytest.mark.parametrize("flag", ["--quantization=awq", "--tool_call_parser", "--enable-lora", "--revision"])
+@pytest.mark.parametrize("flag", ["--quantization=awq", "--tool_call_parser", "--enable-lora", "--ssl-keyfile"])
 def test_flags_that_would_matter_are_refused_with_what_to_do(invoke, served, tmp_path, flag):
     result = invoke("serve", tmp_path, flag, *(() if "=" in flag else ("x",)))
     assert result.exit_code == 2
@@ -60,3 +61,7 @@ def test_a_tokenizer_of_another_directory(tmp_path):
         read_tokenizer(config, 10)
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json in"):
         read_tokenizer(EngineConfig(model_dir=model, tokenizer=tmp_path / "none"), 10**6)
+
+
+def test_no_flag_is_both_taken_and_refused():
+    assert not flags("serve") & _INSTEAD.keys()
