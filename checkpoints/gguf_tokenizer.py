@@ -62,7 +62,10 @@ class Metadata:
                 raise CheckpointError(f"the GGUF file has no metadata {key}")
             return default
         if key not in self._values:
-            value = self._fields[key].contents()
+            try:
+                value = self._fields[key].contents()
+            except (ValueError, IndexError, KeyError, TypeError) as error:
+                raise CheckpointError(f"the GGUF metadata {key} is damaged: {error}") from error
             # The shortest decimal of the stored float32: 1e-05, not 9.999999747378752e-06.
             self._values[key] = float(str(np.float32(value))) if isinstance(value, float) else value
         return self._values[key]

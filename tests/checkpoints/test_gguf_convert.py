@@ -228,6 +228,15 @@ def test_damaged_files_are_refused(tmp_path, keep, kind):
         convert_gguf(tmp_path / "nothing.gguf", tmp_path / "out")
 
 
+def test_metadata_that_is_not_utf_8_is_named(tmp_path):
+    file = tmp_path / "model.gguf"
+    gguf_files.write(file, "llama")
+    assert file.read_bytes().count(b"gpt2") == 1
+    file.write_bytes(file.read_bytes().replace(b"gpt2", b"gp\xff2"))
+    with pytest.raises(CheckpointError, match=r"the GGUF metadata tokenizer\.ggml\.model is damaged"):
+        convert_gguf(file, tmp_path / "out")
+
+
 @pytest.mark.parametrize("extra", [b"\0" * 8, b"\0" * 64, b"x" * 5000])
 def test_bytes_behind_the_last_tensor(tmp_path, extra):
     """Writers pad the last tensor to the alignment of 32 bytes, or not. More bytes are no part of the file."""

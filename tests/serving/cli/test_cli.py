@@ -23,6 +23,7 @@ from serving.cli.main import COMMANDS
 from serving.cli.options import PANELS, descriptions
 from serving.describe.settings import DescribeSettings
 from serving.http.settings import MediaAccessSettings, MediaSettings
+from tests.checkpoints.test_hub import write_cache
 from tests.command_line import run_command
 from tests.tiny import write_tiny
 
@@ -429,6 +430,16 @@ def test_a_model_that_is_not_there_is_known_at_once(invoke, served, model, told)
     result = invoke("serve", model)
     assert (result.exit_code, served) == (2, {})
     assert told in result.stderr
+
+
+def test_a_repository_of_the_hub_is_served_under_its_id(invoke, served, tmp_path):
+    snapshot = write_cache(tmp_path / "hub", write_tiny(tmp_path / "model", "llama"))
+    result = invoke("serve", "tiny/llama", "--download-dir", tmp_path / "hub", "--port", "0")
+    assert result.exit_code == 0, result.output
+    assert served["server"].names == ("tiny/llama",)
+    assert served["config"].model_dir == snapshot
+    assert f"{snapshot}: good" in invoke("check", "tiny/llama", "--download-dir", tmp_path / "hub").stdout
+    assert "is not in the cache" in invoke("plan", "tiny/llama", "--gpu", "h100").stderr
 
 
 def test_serve_with_a_port_in_use(invoke, served):
