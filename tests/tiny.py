@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 64, 150)  # around one block of 16 tokens, and several blocks
+LONG_PROMPTS = {"llama_yarn": (310,)}  # beyond the 256 original positions
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 EOS_IDS = (2, 0)
 
@@ -44,7 +45,8 @@ _YARN_ROPE = {
 VARIANTS = {
     "llama": _LLAMA,
     "llama3": _LLAMA | {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True},
-    "llama_yarn": _LLAMA | {"rope_parameters": _YARN_ROPE},
+    # As Qwen documents it: the stated length is the original one, and the factor extends it.
+    "llama_yarn": _LLAMA | {"rope_parameters": _YARN_ROPE, "max_position_embeddings": 256},
     "qwen2": _QWEN2 | {"tie_word_embeddings": True},
     "qwen2_untied": _QWEN2,
     "qwen3": _QWEN3,
@@ -78,6 +80,17 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Like Qwen2.5's: text only, with tools and calls.
+TOOLS_TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\n# Tools\n' }}"
+    "{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}{%- set function = call.function %}"
+    "{{- '\n{\"name\": \"' + function.name + '\", \"arguments\": ' }}{{- function.arguments | tojson }}{{- '}' }}"
+    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
 # Merges build these words letter by letter until the vocabulary is full.
 _WORDS = """
 the of and to in is that it was for on are as with his they at be this have from or one had by word but not what all
@@ -86,6 +99,11 @@ some her would make like him into time has look two more write go see number no 
 been call who oil its now find long down day did get come made may part capital France Paris hello world user
 assistant system model token answer question
 """
+
+
+def prompt_lengths(variant: str) -> tuple[int, ...]:
+    """Lengths of the prompts of a variant's goldens."""
+    return (*PROMPT_LENGTHS, *LONG_PROMPTS.get(variant, ()))
 
 
 def config(variant: str, **overrides) -> dict:
@@ -124,11 +142,20 @@ def write_directory(
     max_length: int,
     chat_template: str | None,
 ) -> Path:
-    """Write the files that all tiny checkpoints have; with chat_template None, the caller writes the template."""
+    """Write the files that all tiny checkpoints have, as in repositories of the Hugging Face hub.
+
+    The tokenizer's class is the general one: transformers, as an oracle, replaces parts of tokenizer.json for others.
+
+    Args:
+        max_length: model_max_length of tokenizer_config.json.
+        chat_template: the template in tokenizer_config.json; None: the caller writes one.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     generation = {"bos_token_id": 1, "eos_token_id": list(EOS_IDS), "pad_token_id": 0, "do_sample": False}
     tokenizer_config = {
+        "added_tokens_decoder": {str(i): _added(token) for i, token in tokens.get_added_tokens_decoder().items()},
+        "additional_special_tokens": [token.content for token in tokens.get_added_tokens_decoder().values()],
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>",
@@ -142,6 +169,17 @@ def write_directory(
     write_json(directory / "generation_config.json", generation)
     write_json(directory / "tokenizer_config.json", tokenizer_config)
     tokens.save(str(directory / "tokenizer.json"))
+    model = json.loads(tokens.to_str())["model"]
+    added = {token.content: i for i, token in tokens.get_added_tokens_decoder().items()}
+    write_json(directory / "vocab.json", {token: i for token, i in model["vocab"].items() if token not in added})
+    write_json(directory / "added_tokens.json", added)
+    merges = "".join(f"{first} {second}\n" for first, second in model["merges"])
+    (directory / "merges.txt").write_text("#version: 0.2\n" + merges, encoding="utf-8")
+    names = ("bos_token", "eos_token", "pad_token", "additional_special_tokens")
+    write_json(directory / "special_tokens_map.json", {name: tokenizer_config[name] for name in names})
+    (directory / ".gitattributes").write_text("*.safetensors filter=lfs diff=lfs merge=lfs -text\n")
+    (directory / "LICENSE").write_text("Public domain: random numbers.\n")
+    (directory / "README.md").write_text(f"---\nlibrary_name: transformers\n---\n\n# Tiny {config['model_type']}\n")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -194,7 +232,7 @@ def weights(cfg: dict, *, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def prompt(length: int, *, seed: int = 0, vocab_size: int = 512) -> list[int]:
-    """Random token ids without special tokens. The goldens use prompt(n) for n in PROMPT_LENGTHS."""
+    """Random token ids without special tokens. The goldens use prompt(n) for n in prompt_lengths(variant)."""
     low = len(SPECIAL_TOKENS)
     raw = np.random.PCG64([seed, length, 7]).random_raw(length)
     return [low + int(x) for x in raw % np.uint64(vocab_size - low)]
@@ -241,6 +279,11 @@ def draw(stream: str, shape: tuple[int, ...], std: float, mean: float) -> np.nda
     raw = np.random.PCG64(zlib.crc32(stream.encode())).random_raw(int(np.prod(shape)))
     unit = (raw >> np.uint64(11)) * 2.0**-53 - 0.5  # in [-1/2, 1/2), deviation 1/sqrt(12)
     return (mean + std * np.sqrt(12.0) * unit).astype(np.float32).reshape(shape)
+
+
+def _added(token: AddedToken) -> dict:
+    names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    return {name: getattr(token, name) for name in names}
 
 
 def write_json(path: Path, content: dict) -> None:

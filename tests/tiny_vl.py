@@ -281,8 +281,9 @@ def write_tiny_vl(
     Args:
         directory: created if it does not exist.
         family: "qwen2_vl" or "qwen2_5_vl".
-        layout: "4": a flat config.json and tensors `visual.…`, `model.layers.…`, as published by Qwen. "5": a nested
-            config, tensors `model.visual.…`, `model.language_model.…`, and the chat template in its own file.
+        layout: "4": a flat config.json and tensors `visual.…`, `model.layers.…`, as published by Qwen, and the chat
+            template in chat_template.json (Qwen2.5-VL's tokenizer_config.json has another one, for text and tools).
+            "5": a nested config, tensors `model.visual.…`, `model.language_model.…`, and chat_template.jinja.
         seed: seed of the weights.
         processor: changes to preprocessor_config.json.
         overrides: changes to config.json, see `config`; the weights' shapes follow them.
@@ -295,9 +296,11 @@ def write_tiny_vl(
         tokens=tokenizer(text["vocab_size"]),
         tensors=weights(family, layout=layout, seed=seed, **overrides),
         max_length=text["max_position_embeddings"],
-        chat_template=CHAT_TEMPLATE if layout == "4" else None,
+        chat_template={"qwen2_vl": CHAT_TEMPLATE, "qwen2_5_vl": tiny.TOOLS_TEMPLATE}[family] if layout == "4" else None,
     )
-    if layout == "5":
+    if layout == "4":
+        tiny.write_json(directory / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
+    else:
         (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     images = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -320,7 +323,12 @@ def write_tiny_vl(
             "rescale_factor": 1 / 255,
             "resample": 3,
         }
-    tiny.write_json(directory / "preprocessor_config.json", images | dict(processor or {}))
+    images |= dict(processor or {})
+    tiny.write_json(directory / "preprocessor_config.json", images)
+    if layout == "5":
+        videos = images | {"video_processor_type": "Qwen2VLVideoProcessor", "do_sample_frames": False}
+        del videos["image_processor_type"]
+        tiny.write_json(directory / "video_preprocessor_config.json", videos)
     return directory
 
 

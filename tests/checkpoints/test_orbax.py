@@ -123,7 +123,7 @@ def test_hf_orbax_hf_is_identity(tmp_path, monkeypatch, part_bytes):
         assert_same_tensors(tensors_of(back), tensors_of(source))
         assert not faults(back)
         assert (len(list(back.glob("*.safetensors"))) > 1) == (back / "model.safetensors.index.json").exists()
-        others = {file.name for file in source.iterdir() if "safetensors" not in file.name}
+        others = {file.name for file in source.glob("[!.]*") if "safetensors" not in file.name}
         assert {"config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"} <= others
         for directory in (orbax, back):
             assert {

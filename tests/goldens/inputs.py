@@ -23,6 +23,7 @@ from tests import tiny, tiny_vl  # noqa: E402
 from tests.goldens import make, make_vl  # noqa: E402
 
 RECORD = HERE / "checked.json"
+READ = ("config.json", "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def versions() -> dict[str, str]:
@@ -44,8 +45,8 @@ def digest() -> str:
                 tiny_vl.write_tiny_vl(Path(folder, family, str(layout)), family, layout=layout)
             parts.append(make_vl.weights_digest(family))
         for file in sorted(Path(folder).rglob("*")):
-            # Prompts are token ids: tokenizers are not read.
-            if file.is_file() and not file.name.startswith("tokenizer"):
+            # Prompts are token ids, so tokenizers are not read; nor are README.md and the like.
+            if file.suffix == ".safetensors" or file.name in READ:
                 parts += [str(file.relative_to(folder)), hashlib.sha256(file.read_bytes()).hexdigest()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

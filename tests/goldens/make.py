@@ -5,7 +5,7 @@ Needs torch, which the engine's environment does not have:
     python tests/goldens/make.py            # writes tests/goldens/<variant>.npz
     python tests/goldens/make.py --check    # makes them again and compares; exit code 1 on a difference
 
-Each <variant>.npz holds, for the prompts tests.tiny.prompt(n), n in PROMPT_LENGTHS, computed in float32:
+Each <variant>.npz holds, for the prompts tests.tiny.prompt(n), n in prompt_lengths(variant), computed in float32:
     lengths            int32   [prompts]          prompt lengths
     logits             float32 [prompts, vocab]   logits at the last prompt position
     tokens             int16   [prompts, 64]      greedy continuation, not stopped at EOS
@@ -40,7 +40,7 @@ SMALLEST_GAP = 3e-4  # between the best two logits of every greedy step: errors 
 def weights_digest(variant: str) -> str:
     """Digest of everything the goldens depend on, to detect changes of tests/tiny.py without torch."""
     config = tiny.config(variant)
-    prompts = (str(tiny.prompt(length)).encode() for length in tiny.PROMPT_LENGTHS)
+    prompts = (str(tiny.prompt(length)).encode() for length in tiny.prompt_lengths(variant))
     return digest(config, tiny.weights(config), prompts)
 
 
@@ -91,7 +91,7 @@ def make(variant: str) -> dict[str, np.ndarray]:
     model = oracle(lambda directory: tiny.write_tiny(directory, variant), variant)
     logits, tokens = [], []
     with torch.no_grad():
-        for length in tiny.PROMPT_LENGTHS:
+        for length in tiny.prompt_lengths(variant):
             last, generated, gap = _greedy(torch, model, tiny.prompt(length))
             if gap < SMALLEST_GAP:
                 raise SystemExit(f"{variant}, prompt of {length}: top-2 gap {gap:.1e} is below {SMALLEST_GAP}")
@@ -102,7 +102,7 @@ def make(variant: str) -> dict[str, np.ndarray]:
         logsumexp = scored.logsumexp(-1)
         chosen = scored[:-1].gather(1, ids[0, 1:, None])[:, 0] - logsumexp[:-1]
     return {
-        "lengths": np.array(tiny.PROMPT_LENGTHS, np.int32),
+        "lengths": np.array(tiny.prompt_lengths(variant), np.int32),
         "logits": np.stack(logits).astype(np.float32),
         "tokens": np.array(tokens, np.int16),
         "scored_length": np.array(SCORED_LENGTH, np.int32),

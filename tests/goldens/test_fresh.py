@@ -38,8 +38,8 @@ def test_goldens_were_made_from_these_weights(variant):
     assert str(golden["weights_sha256"]) == make.weights_digest(variant), (
         f"tests/tiny.py or numpy's bit stream has changed since {variant}.npz was made: run tests/goldens/make.py"
     )
-    prompts, vocab = len(tiny.PROMPT_LENGTHS), tiny.config(variant)["vocab_size"]
-    assert golden["lengths"].tolist() == list(tiny.PROMPT_LENGTHS)
+    prompts, vocab = len(tiny.prompt_lengths(variant)), tiny.config(variant)["vocab_size"]
+    assert golden["lengths"].tolist() == list(tiny.prompt_lengths(variant))
     assert golden["logits"].shape == (prompts, vocab)
     assert golden["tokens"].shape == (prompts, make.GREEDY_TOKENS)
     assert golden["tokens"][:, 0].tolist() == golden["logits"].argmax(-1).tolist()
@@ -55,7 +55,7 @@ def test_golden_output_is_varied(variant):
 
 def test_rope_variants_differ():
     plain, yarn = make.load("llama"), make.load("llama_yarn")
-    assert np.abs(plain["logits"] - yarn["logits"]).max() > 0.1
+    assert np.abs(plain["logits"] - yarn["logits"][: len(plain["logits"])]).max() > 0.1
 
 
 FAMILIES = pytest.mark.parametrize("family", tiny_vl.FAMILIES)

@@ -44,7 +44,7 @@ def dense_logits(directory, prompts):
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_logits_equal_transformers(variant, tmp_path):
     golden = make.load(variant)
-    lengths = [1, 17, int(golden["scored_length"]), 150]
+    lengths = [1, 17, int(golden["scored_length"]), 150, *tiny.LONG_PROMPTS.get(variant, ())]
     found = dense_logits(tiny.write_tiny(tmp_path, variant), [tiny.prompt(n) for n in lengths])
     for length, logits in zip(lengths, found, strict=True):
         row = golden["lengths"].tolist().index(length)
