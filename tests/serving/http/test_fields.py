@@ -37,12 +37,25 @@ OTHERS = names("""
     no_stop_trim regex return_hidden_states rid separate_reasoning session_params stop_regex stream_reasoning
 """)
 
+# llama.cpp's samplers, and those of TGI and transformers.
+OTHERS += names("""
+    cache_prompt do_sample dry_allowed_length dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers
+    dynatemp_exponent dynatemp_range enable_thinking extra_body id_slot max_new_tokens min_length mirostat mirostat_eta
+    mirostat_tau n_predict no_repeat_ngram_size num_beams penalty_alpha repeat_last_n repeat_penalty stop_sequences
+    tfs_z thinking top_a top_n_sigma typical_p xtc_probability xtc_threshold
+""")
+
 OPENAI_CHAT = [*chat_create_params.CompletionCreateParamsBase.__annotations__, "stream"]
 OPENAI_TEXT = [*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"]
 
 # Field -> a value that asks for something.
 ASKED = {
     "add_special_tokens": True,
+    "do_sample": False,
+    "max_new_tokens": 3,
+    "mirostat": 2,
+    "n_predict": -1,
+    "repeat_penalty": 1.3,
     "function_call": {"name": "f"},
     "functions": [{"name": "f"}],
     "include_reasoning": False,
@@ -85,6 +98,21 @@ async def test_fields_that_would_change_the_answer_are_refused_unless_they_ask_f
         assert (await client.complete(**{name: value}))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("max_new_tokens", 3, "use max_tokens"),
+        ("stop_sequences", ["a"], "use stop"),
+        ("repeat_penalty", 1.3, "use repetition_penalty"),
+        ("do_sample", False, "use temperature 0"),
+        ("enable_thinking", False, "use chat_template_kwargs"),
+        ("extra_body", {"top_k": 1}, "into the body itself"),
+    ],
+)
+async def test_a_refused_field_of_another_server_names_ours(client, name, value, instead):
+    await assert_rejected(client, CHAT, {"messages": HELLO, name: value}, param=name, match=instead)
+
+
 async def test_harmless_fields_change_nothing(client, engine):
     for ask in (client.chat, client.complete):
         _, plain = await ask()
@@ -110,11 +138,11 @@ async def test_fields_of_the_other_endpoint_are_refused(client):
 
 async def test_unknown_fields_are_ignored_and_named_in_the_log(client, caplog):
     with caplog.at_level("INFO", logger="serving.http.generation"):
-        status, answer = await client.chat(mirostat=2, user="me", temperature=0, **{"new\nline": 1, "x" * 9000: 1})
+        status, answer = await client.chat(mirostart=2, user="me", temperature=0, **{"new\nline": 1, "x" * 9000: 1})
     assert status == 200
     (line,) = [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()]
     assert answer["id"].removeprefix("chatcmpl-") in line
-    assert "'mirostat'" in line
+    assert "'mirostart'" in line
     assert "user" not in line
     assert "\n" not in line
     assert len(line) < 400
