@@ -360,7 +360,7 @@ def test_parts_that_the_model_does_not_read_are_refused(vision_tokenizer, byte_l
             tokenizer.render_chat([user(IMAGE)])
 
 
-@pytest.mark.parametrize("role", ["system", "assistant", "developer", "<|im_start|>"])
+@pytest.mark.parametrize("role", ["system", "assistant", "developer"])
 def test_only_user_and_tool_messages_may_have_media(vision_tokenizer, role):
     with pytest.raises(InvalidRequest, match="only messages with the role user or tool may have"):
         media_parts([{"role": role, "content": [IMAGE]}])
