@@ -25,9 +25,7 @@ def check_batched(setup, variant):
     for length, tokens in golden.items():
         answer = answers[str(length), 0]
         assert answer.tokens == tokens, f"prompt of {length}"
-        stream = engine.tokenizer.stream()  # a prompt may end within a character
-        for token in tiny.prompt(length):
-            stream.push(token)
+        stream = engine.tokenizer.stream(prompt=tiny.prompt(length))  # a prompt may end within a character
         assert answer.text == "".join([*map(stream.push, tokens), stream.close()])
         assert answer.finish_reason == "length"
 
