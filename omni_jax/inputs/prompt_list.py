@@ -44,20 +44,21 @@ def read_prompt(given: Any) -> str | tuple[int, ...]:
 
     Args:
         given: a text; integers of Python, numpy or JAX in a list or tuple; a one-dimensional array of integers; or one
-            of these under vLLM's key, {"prompt": text} or {"prompt_token_ids": ids}.
+            of these under vLLM's key, {"prompt": text} or {"prompt_token_ids": ids}. Keys with None count as absent.
 
     Raises:
         InvalidRequest: something is neither a text nor token ids. Booleans and floats are not token ids.
     """
     if isinstance(given, Mapping):
-        if not given or not set(given) <= {"prompt", "prompt_token_ids"}:
+        stated = {key: value for key, value in given.items() if value is not None}
+        if not given or not set(stated) <= {"prompt", "prompt_token_ids"}:
             raise InvalidRequest(
                 f"the prompt is an object with the keys {sorted(map(str, given))}; expected "
                 "prompt (a text) or prompt_token_ids, and beside it multi_modal_data for images and video. Messages "
                 "are for LLM.chat",
                 param="prompt",
             )
-        return read_prompt(given.get("prompt_token_ids", given.get("prompt")))
+        return read_prompt(stated.get("prompt_token_ids", stated.get("prompt")))
     if isinstance(given, str):
         return str(given)
     if _is_array(given):

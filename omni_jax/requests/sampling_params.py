@@ -1,7 +1,11 @@
 """How the next token is chosen and when a continuation ends. Names and ranges are vLLM's."""
 
 import dataclasses
+import numbers
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
 
 from omni_jax.requests.errors import InvalidRequest
 
@@ -18,7 +22,7 @@ GREEDY_TEMPERATURE = 1e-5  # the most likely token is taken at this temperature 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling and stopping parameters of one request.
+    """Sampling and stopping parameters of one request. Numbers, booleans and arrays of numpy become Python's.
 
     Attributes:
         n: Number of continuations of the prompt.
@@ -70,19 +74,42 @@ class SamplingParams:
             raise InvalidRequest(
                 f"logit_bias must map token ids to numbers, got {type(self.logit_bias).__name__}", param="logit_bias"
             )
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-        _integer("n", self.n, 1, MAX_N)
-        _integer("top_k", self.top_k, -1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
-        _integer("max_tokens", self.max_tokens, 0, None, optional=True)
-        _integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
-        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
+            raise InvalidRequest(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS // 2} ids, got {len(self.stop_token_ids)}",
+                param="stop_token_ids",
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}", param="logit_bias"
+            )
+        biases = {_integer("logit_bias", token, 0, None): bias for token, bias in self.logit_bias.items()}
+        biases = {token: _number("logit_bias", bias, -100.0, 100.0) for token, bias in biases.items()}
+        tokens = tuple(_integer("stop_token_ids", token, 0, None) for token in self.stop_token_ids)
+        read = {
+            "temperature": _number("temperature", self.temperature, 0.0, 2.0),
+            "top_p": _number("top_p", self.top_p, 0.0, 1.0),
+            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "repetition_penalty": _number(
+                "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+            ),
+            "logit_bias": biases,
+            "n": _integer("n", self.n, 1, MAX_N),
+            "top_k": _integer("top_k", self.top_k, -1, None),
+            "min_tokens": _integer("min_tokens", self.min_tokens, 0, None),
+            "max_tokens": _integer("max_tokens", self.max_tokens, 0, None, optional=True),
+            "seed": _integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True),
+            "stop_token_ids": tokens,
+            "logprobs": _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True),
+            "prompt_logprobs": _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True),
+            "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
+            "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
+            "include_stop_str_in_output": _boolean("include_stop_str_in_output", self.include_stop_str_in_output),
+        }
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
@@ -95,20 +122,6 @@ class SamplingParams:
             raise InvalidRequest(
                 f"a stop string may have at most {MAX_STOP_CHARACTERS} characters, got {longest}", param="stop"
             )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
-            raise InvalidRequest(
-                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS // 2} ids, got {len(self.stop_token_ids)}",
-                param="stop_token_ids",
-            )
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(
-                f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}", param="logit_bias"
-            )
-        for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, None)
-            _number("logit_bias", bias, -100.0, 100.0)
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
 
     @property
     def greedy(self) -> bool:
@@ -138,24 +151,35 @@ class SamplingParams:
                     )
 
 
-def _listed(name, value):
-    """The values of a list; none of None, which is vLLM's default."""
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    """The values of a list or an array; none of None, which is vLLM's default."""
     if value is None:
         return ()
+    if hasattr(value, "__array__"):
+        value = np.asarray(value).tolist()
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise InvalidRequest(f"{name} must be a list, got {type(value).__name__}", param=name)
     return tuple(value)
 
 
-def _number(name, value, low, high):
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:  # false for NaN, too
         raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", param=name)
+    return float(value)
 
 
-def _integer(name, value, low, high, *, optional=False):
+def _integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> Any:
     if optional and value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        return None
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or value < low or (high is not None and value > high):
         wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
         raise InvalidRequest(f"{name} must be {wanted}, got {value!r}", param=name)
+    return int(value)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRequest(f"{name} must be True or False, got {value!r}", param=name)
+    return bool(value)

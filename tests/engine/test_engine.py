@@ -272,6 +272,35 @@ def test_smp_05_numbers_out_of_range_are_refused_with_the_bounds(name, values, b
         assert caught.value.param == name
 
 
+def test_numbers_and_arrays_of_numpy_are_pythons():
+    for kind in (np.int64, np.int32, np.uint8):
+        whole = {name: kind(5) for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")}
+        params = SamplingParams(
+            **whole, stop_token_ids=np.array([3, 4], kind), logit_bias={kind(7): np.float32(0.5)}, stop=np.array(["a"])
+        )
+        assert all(type(getattr(params, name)) is int and getattr(params, name) == 5 for name in whole)
+        assert (params.stop_token_ids, params.logit_bias, params.stop) == ((3, 4), {7: 0.5}, ("a",))
+        assert {type(each) for each in (*params.stop_token_ids, *params.logit_bias)} == {int}
+    for value in (np.float32(0.5), np.float16(0.5), np.float64(0.5)):
+        params = SamplingParams(temperature=value, top_p=value, min_p=value, ignore_eos=np.bool_(True))
+        assert [type(each) for each in (params.temperature, params.top_p, params.min_p)] == [float] * 3
+        assert params.temperature == 0.5
+        assert params.ignore_eos is True
+    for name, value in (("seed", np.float64(5)), ("n", np.bool_(True)), ("stop_token_ids", np.array([1.0]))):
+        with pytest.raises(InvalidRequest, match=f"{name} must be an integer"):
+            SamplingParams(**{name: value})
+    with pytest.raises(InvalidRequest, match="stop_token_ids must be a list, got int"):
+        SamplingParams(stop_token_ids=np.array(3))
+
+
+@pytest.mark.parametrize("name", ["skip_special_tokens", "ignore_eos", "include_stop_str_in_output"])
+def test_booleans_are_booleans(name):
+    for value in ("no", 1, 0, None):
+        with pytest.raises(InvalidRequest, match=f"{name} must be True or False, got {value!r}") as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
+
+
 # -- log-probabilities ------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,9 @@ def test_bf_03_rows_and_lists_are_several_prompts():
     assert read_prompts(np.array([[1, 2, 3]])) == [(1, 2, 3)]
     assert read_prompts("a") == read_prompts({"prompt": "a"}) == ["a"]
     assert read_prompts([{"prompt": "a"}, {"prompt_token_ids": [1], "prompt": "b"}]) == ["a", (1,)]
+    # vLLM's own objects have all keys.
+    assert read_prompts([{"prompt": "a", "prompt_token_ids": None, "cache_salt": None}]) == ["a"]
+    assert read_prompts([{"prompt": None, "prompt_token_ids": [1]}]) == [(1,)]
     assert read_prompts([]) == []
     assert read_prompts([[]]) == [()]  # the engine refuses an empty prompt
 
