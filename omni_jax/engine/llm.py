@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
@@ -14,10 +13,12 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from omni_jax.engine.arguments import check_arguments, nearest
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.interrupts import interrupts_deferred
 from omni_jax.engine.replicas import ReplicatedEngine
+from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, expand, modalities_of, pack_part
@@ -110,6 +111,7 @@ class LLM:
         self._num_replicas = config.data_parallel_size
         self.info, self.tokenizer = self.engine.info, self.engine.tokenizer
         self._names = itertools.count()
+        self._closed = False
         self._deltas: dict[str, collections.deque[Delta]] = {}  # unread deltas by id of a live request
 
     def __enter__(self) -> "LLM":
@@ -121,15 +123,22 @@ class LLM:
     def close(self) -> None:
         """End threads and other processes, and remove files of a swap directory. The LLM cannot be used afterwards.
         `with LLM(...) as llm:` does this too."""
-        self.engine.close()
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this LLM is closed: make a new one, or close it later")
 
     def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: Params = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
         on_error: OnError = "raise",
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue texts or token ids.
 
@@ -141,10 +150,13 @@ class LLM:
                 (default_params), with 16 tokens if it has no max_new_tokens.
             use_tqdm: see the class.
             on_error: see the class.
+            others: vLLM's other arguments, which must be None.
 
         Raises:
             InvalidRequest, RequestsFailed, Interrupted: see the class.
+            TypeError: there is no such argument.
         """
+        check_arguments(self.generate, others)
         items = list_prompts(prompts)
         return self._complete("prompts", items, self._read, sampling_params, use_tqdm, on_error)
 
@@ -154,8 +166,12 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         on_error: OnError = "raise",
-        **template: Any,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template.
 
@@ -166,15 +182,28 @@ class LLM:
             messages: one conversation, which is a list of OpenAI messages, or several.
             sampling_params: as in generate.
             use_tqdm: see the class.
+            add_generation_prompt, continue_final_message: as in Tokenizer.render_chat.
+            chat_template_kwargs: more variables for the template.
+            tools: refused, as by the server: nothing finds tool calls in the model's text yet.
             on_error: see the class.
-            template: arguments of Tokenizer.render_chat: add_generation_prompt, continue_final_message, tools and
-                chat_template_kwargs.
+            others: vLLM's other arguments, which must be None.
 
         Raises:
             InvalidRequest, RequestsFailed, Interrupted: see the class.
+            TypeError: there is no such argument.
         """
-        if "chat_template_kwargs" in template:
-            template["template_kwargs"] = template.pop("chat_template_kwargs")
+        check_arguments(self.chat, others)
+        if tools:
+            raise InvalidRequest(
+                "tools are not supported yet: LLM does not find tool calls in the model's text. For what the template "
+                "makes of tools, give generate the ids of llm.tokenizer.render_chat(messages, tools=...)",
+                param="tools",
+            )
+        template = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "template_kwargs": chat_template_kwargs,
+        }
         items = _conversations(messages)
         return self._complete(
             "conversations", items, lambda each: self._rendered(each, template), sampling_params, use_tqdm, on_error
@@ -218,13 +247,18 @@ class LLM:
             a generator, whose return value (`output = yield from llm.stream(...)`) is the whole output.
 
         Raises:
-            InvalidRequest: the prompt or the parameters are invalid; at the call.
+            InvalidRequest: the prompt or the parameters are invalid, or ask for several continuations; at the call.
             RequestsFailed: the engine failed; while it is read.
         """
         arrival = time.monotonic()
+        self._check_open()
         is_chat = isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)
         rendered = self._rendered(cast(Messages, prompt), {}) if is_chat else self._read(prompt)
         [params] = self._each(sampling_params, 1)
+        if params.n != 1:
+            raise InvalidRequest(
+                f"stream yields the text of one continuation, but n is {params.n}: use generate or chat", param="n"
+            )
         request = self._request(rendered.prompt, params, arrival)
         self.engine.check(request)
         return self._pieces(request, rendered.text)
@@ -236,6 +270,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's name of default_params."""
         return self.default_params()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """vLLM's name of the attribute `tokenizer`; its methods are encode, decode and render_chat."""
+        return self.tokenizer
 
     # -- reading inputs -------------------------------------------------------------------------------------------
 
@@ -328,6 +366,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Read and run all items; see the class. `name` is that of the items, for messages."""
         arrival = time.monotonic()
+        self._check_open()
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         texts: list[str | None] = [None] * len(items)
@@ -396,6 +435,7 @@ class LLM:
             report(done, tokens)
 
     def _pieces(self, request: Request, text: str | None) -> Generator[str, None, RequestOutput]:
+        self._check_open()
         self._add(request)
         unfinished, read = request.params.n, []
         try:
@@ -424,6 +464,7 @@ class LLM:
 
         Ctrl-C takes effect after the step: within it, it would leave the engine half changed.
         """
+        self._check_open()
         with interrupts_deferred():
             deltas = self.engine.step()
             for delta in deltas:
@@ -500,9 +541,7 @@ def _config(model: Path | str | None, options: dict[str, Any]) -> EngineConfig:
     known = [field.name for field in dataclasses.fields(EngineConfig)]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; see docs/configuration.md"
-            raise TypeError(f"LLM has no option {name}{hint}")
+            raise TypeError(f"LLM has no option {name}{nearest(name, known) or '; see docs/configuration.md'}")
     return EngineConfig(**options)
 
 

@@ -163,8 +163,7 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # false for NaN, too
+    if not _is_a(value, numbers.Real) or not low <= value <= high:  # false for NaN, too
         raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, got {value!r}", param=name)
     return float(value)
 
@@ -172,11 +171,14 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
 def _integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> Any:
     if optional and value is None:
         return None
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or value < low or (high is not None and value > high):
+    if not _is_a(value, numbers.Integral) or value < low or (high is not None and value > high):
         wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
         raise InvalidRequest(f"{name} must be {wanted}, got {value!r}", param=name)
     return int(value)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _boolean(name: str, value: Any) -> bool:

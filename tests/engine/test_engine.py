@@ -259,7 +259,7 @@ def test_extreme_penalties_end_no_request_and_keep_the_prefix_cache(main):
     ("name", "values", "bounds"),
     [
         ("repetition_penalty", (0, 1e-38, 9e-21, 1.1e20, 1e38), "from 1e-20 to 1e\\+20"),
-        ("top_p", (-0.1, 1.1), "from 0 to 1"),
+        ("top_p", (-0.1, 1.1, 10**400), "from 0 to 1"),
         ("min_p", (-1e-40, 1.1), "from 0 to 1"),
         ("temperature", (-1e-40, 2.1, True, "1", None), "from 0 to 2"),
         ("presence_penalty", (-2.1, 2.1), "from -2 to 2"),

@@ -159,6 +159,64 @@ def test_vllms_spellings(llm):
     assert "hello" in chat.prompt
 
 
+def test_arguments_are_vllms_or_are_named(llm):
+    params = greedy(max_tokens=2)
+    assert llm.generate(["hello"], params, False)[0].outputs == llm.generate("hello", params)[0].outputs
+    assert llm.get_tokenizer() is llm.tokenizer
+    nothing = {"chat_template": None, "lora_request": None, "tools": None}
+    [expected] = llm.chat(MESSAGES, params)
+    assert llm.chat(MESSAGES, params, **nothing)[0].outputs == expected.outputs
+    for call, message in (
+        (
+            lambda: llm.generate(prompt_token_ids=[[3]], prompts=None),
+            "generate .* prompt_token_ids: give the token ids",
+        ),
+        (lambda: llm.generate("a", lora_request=object()), "no argument lora_request: there are no LoRA adapters"),
+        (lambda: llm.generate("a", use_tqmd=False), r"no argument use_tqmd; did you mean use_tqdm\?"),
+        (lambda: llm.generate("a", x=1), "no argument x; it has prompts, sampling_params, use_tqdm, on_error"),
+        (lambda: llm.chat(MESSAGES, chat_template="{{ x }}"), r"argument chat_template: give it to LLM\(chat_templ"),
+        (lambda: llm.chat(MESSAGES, template_kwargs={}), r"template_kwargs; did you mean chat_template_kwargs\?"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(InvalidRequest, match="tools are not supported yet") as caught:
+        llm.chat(MESSAGES, params, tools=[{"type": "function", "function": {"name": "look_up"}}])
+    assert caught.value.param == "tools"
+    assert_idle(llm.engine)
+
+
+def test_token_ids_under_vllms_old_argument_alone_are_named(llm):
+    with pytest.raises(TypeError, match="prompt_token_ids: give the token ids as prompts"):
+        llm.generate(prompt_token_ids=[[3]])
+
+
+def test_a_closed_llm_says_so(llm):
+    stream = llm.stream("hello", greedy(max_tokens=500))
+    unread = llm.stream("hello", greedy(max_tokens=3))
+    next(stream)
+    llm.close()
+    llm.close()
+    for call in (
+        lambda: llm.generate("hello"),
+        lambda: llm.chat(MESSAGES),
+        lambda: llm.score("hello"),
+        lambda: llm.stream("hello"),
+        lambda: list(stream),
+        lambda: list(unread),
+    ):
+        with pytest.raises(EngineError, match="this LLM is closed: make a new one"):
+            call()
+    assert_idle(llm.engine)
+
+
+def test_a_stream_is_one_continuation(llm):
+    """Pieces have no index, so those of several would be mixed."""
+    with pytest.raises(InvalidRequest, match="stream yields the text of one continuation, but n is 2") as caught:
+        llm.stream("hello", greedy(n=2))  # at the call
+    assert caught.value.param == "n"
+    assert_idle(llm.engine)
+
+
 def test_a_stream_returns_the_whole_output(llm):
     def read():
         output = yield from llm.stream("hello", greedy(max_tokens=3))
