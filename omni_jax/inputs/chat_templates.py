@@ -60,7 +60,7 @@ def find_template(path: Path, of_tokenizer: Any, *, given: str | None, has_tower
         ValueError: a file does not hold a template.
     """
     if given is not None:
-        return _text(given)
+        return _template("the given chat template", _text(given)) or ""
     template = _template("the tokenizer's chat_template", of_tokenizer)
     if isinstance(template, dict) and "default" not in template:
         # Files in additional_chat_templates/ hide the template of tokenizer_config.json from transformers.
@@ -96,16 +96,20 @@ def _json(file: Path) -> Any:
 
 
 def _template(what: str, value: Any) -> Template | None:
-    """A template of one of the three forms that files have: a text, an object of texts, a list of names and texts."""
+    """A template of one of the three forms that files have: a text, an object of texts, a list of names and texts.
+
+    Some editors write a byte order mark at the start of a file; it would be the first token of each prompt.
+    """
     if isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value):
         value = {item.get("name"): item.get("template") for item in value}
     if isinstance(value, Mapping):
         if not value or not all(isinstance(text, str) for pair in value.items() for text in pair):
             raise ValueError(f"{what} must be a text, or texts by name, got {value!r:.200}")
-        return value["default"] if value.keys() == {"default"} else dict(value)
+        texts = {name: text.removeprefix("\ufeff") for name, text in value.items()}
+        return texts["default"] if texts.keys() == {"default"} else texts
     if not isinstance(value, str | None):
         raise ValueError(f"{what} must be a text, or texts by name, got {value!r:.200}")
-    return value or None
+    return value.removeprefix("\ufeff") if value else None
 
 
 _NAME, _KEY, _VALUE = "look_up_7031", "place_7031", "Oslo_7031"

@@ -69,7 +69,8 @@ def max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
         shrinks *= factor
     if not all(map(_keeps_text, _steps(parts["pre_tokenizer"], "pretokenizers"))) or not _knows_all(parts, vocab):
         return None
-    longest = max(len(token.encode()) for token in backend.get_vocab(with_added_tokens=True))
+    ids = backend.get_vocab(with_added_tokens=True).values()
+    longest = max(len(backend.id_to_token(i).encode()) for i in ids)  # normalized ones with the space that they take
     return int(longest * shrinks)
 
 

@@ -109,6 +109,9 @@ def test_limits_of_bytes():
     assert max_token_bytes(SENTENCEPIECE) == max(len(token.encode()) for token in SENTENCEPIECE.get_vocab())
     assert max_token_bytes(changed(normalizer=normalizers.Replace("aaa", "b"))) == 3 * longest
     assert max_token_bytes(with_token(normalized=False)) == longest
+    backend = changed(SENTENCEPIECE)
+    backend.add_tokens([AddedToken("Deniz" * 9)])  # normalized: it is "▁Deniz..." and takes a space, too
+    assert max_token_bytes(backend) == len("▁".encode()) + 45
 
 
 def test_canonical_forms_shrink_a_text_at_most_four_times():

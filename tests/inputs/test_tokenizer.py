@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
 
 from omni_jax.inputs import Tokenizer
 from omni_jax.requests import InvalidRequest
@@ -198,6 +198,21 @@ def test_tok_09_an_added_token_is_its_own_text(tmp_path):
         stream = ours.stream(skip_special_tokens=False)
         assert "".join(map(stream.push, ids)) == f"a {word} b"
     assert ours.decode(ours.encode("café na")) == "café na"  # the vocabulary's own tokens are bytes as before
+
+
+def test_tok_09_a_normalized_added_token_takes_the_space_before_it(tmp_path):
+    """huggingface/transformers#28384, huggingface/tokenizers#1501: get_vocab() does not show the space."""
+    backend = vocabularies.sentencepiece()
+    backend.add_tokens([AddedToken("Deniz"), "<think>", AddedToken("<plain>", normalized=False)])
+    ours = wrap(tmp_path, backend)
+    for text in ("Paris Deniz the", "a Deniz Deniz", "a <think> b", "Deniz", "a <plain> b", "aDeniz"):
+        ids = ours.encode(text)
+        assert ours.decode(ids) == backend.decode(ids)
+        stream = ours.stream(prompt=ids[:2])
+        assert ours.decode(ids[:2]) + "".join(map(stream.push, ids[2:])) == backend.decode(ids)
+        assert b"".join(map(ours.token_bytes, ids[1:])).decode().removeprefix(" ") == backend.decode(ids)
+    assert ours.decode(ours.encode("a Deniz Deniz")) == "a Deniz Deniz"
+    assert ours.token_bytes(backend.token_to_id("Deniz")) == b" Deniz"
 
 
 def test_a_second_bos_is_logged_once(tmp_path, caplog):
