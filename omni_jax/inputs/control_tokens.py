@@ -41,6 +41,8 @@ class ControlTokens:
         self._width = len(str(len(self._spellings)))
         secret = secrets.token_hex(16)
         self._aliases = {token.content: f"<{secret}:{i}>" for i, token in specials.items()}
+        self._alias_start = f"<{secret}:"
+        self._alias_pattern = re.compile(rf"<{secret}:(\d+)>")
         self._encoder = tokenizers.Tokenizer.from_str(backend.to_str())
         self._encoder.encode_special_tokens = True  # encode spellings of special tokens as text
         self._encoder.add_tokens(
@@ -50,7 +52,7 @@ class ControlTokens:
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
                     single_word=token.single_word,
-                    normalized=False,
+                    normalized=token.normalized,  # such a token takes SentencePiece's space before it
                     special=False,
                 )
                 for token in specials.values()
@@ -103,6 +105,9 @@ class ControlTokens:
         if max_tokens is not None and exceeds(text, max_tokens, max_bytes=self._max_token_bytes, count=count):
             raise too_long(len(rendered), max_tokens, "messages")
         ids = encode_unlocked(self._encoder, text, add_special_tokens=False)
+        if sum(i in self._real_id for i in ids) < text.count(self._alias_start):
+            text = self._spell_unread(text)
+            ids = encode_unlocked(self._encoder, text, add_special_tokens=False)
         for i in self._spelling_of.keys() & ids:
             spelling = self._spelling_of[i]
             if spelling in text:  # otherwise it is the unknown token, for characters the vocabulary lacks
@@ -112,6 +117,19 @@ class ControlTokens:
                     param="messages",
                 )
         return [self._real_id.get(i, i) for i in ids]
+
+    def _spell_unread(self, text: str) -> str:
+        """Replace the aliases that the encoder does not read as tokens by the spellings they stand for.
+
+        Whether it reads a token may depend on the text beside it: on a space before a normalized one in SentencePiece,
+        on letters beside one that must be a single word. The library encodes the others as text.
+        """
+        encoding = self._encoder.encode_batch([text], add_special_tokens=False)[0]
+        spans = (span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in self._real_id)
+        read = {text.find(self._alias_start, *span) for span in spans}
+        return self._alias_pattern.sub(
+            lambda match: match[0] if match.start() in read else self._spelling_of[int(match[1])], text
+        )
 
 
 def _any_of(words: Iterable[str]) -> str:

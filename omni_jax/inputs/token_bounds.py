@@ -70,7 +70,8 @@ def max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     if not all(map(_keeps_text, _steps(parts["pre_tokenizer"], "pretokenizers"))) or not _knows_all(parts, vocab):
         return None
     ids = backend.get_vocab(with_added_tokens=True).values()
-    longest = max(len(backend.id_to_token(i).encode()) for i in ids)  # normalized ones with the space that they take
+    # Not the vocabulary's own strings: a normalized added token has the space that it takes in that of its id only.
+    longest = max(len((backend.id_to_token(i) or "").encode()) for i in ids)
     return int(longest * shrinks)
 
 

@@ -62,7 +62,7 @@ class Tokenizer:
         self._bytes = [b""] * (max(vocab.values()) + 1)  # by id, computed once: every generated token looks its own up
         for i in vocab.values():
             # The id's own string: a normalized added token takes the space before it, which get_vocab does not show.
-            self._bytes[i] = rule(self._backend.id_to_token(i), added=i in added)
+            self._bytes[i] = rule(self._backend.id_to_token(i) or "", added=i in added)
         self._leading_spaces = rule.leading_spaces
         self._max_token_bytes = max_token_bytes(self._backend)
         self._control = ControlTokens(self._backend)

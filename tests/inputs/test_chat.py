@@ -5,8 +5,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from omni_jax.inputs import Tokenizer
@@ -335,6 +335,29 @@ def test_tok_03_spellings_that_the_vocabulary_encodes_as_control_tokens_are_refu
     assert control.encode("<s>" + control.escape("a b", nonce), nonce) == [1, 3, 0]  # "b" and the space are unknown
     with pytest.raises(InvalidRequest, match="contain the text '<s>', which this model's vocabulary can only encode"):
         control.encode("<s>" + control.escape("a<s>", nonce), nonce)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"normalized": False}, {"normalized": True}, {"normalized": True, "rstrip": True}, {"single_word": True}],
+)
+@pytest.mark.parametrize("template", ["[{}] {} <end>\n", "[{}] {}<end> <end>", "<end>{}<end>x {} <end>"])
+def test_tok_03_control_tokens_are_read_in_templates_where_the_library_reads_them(tmp_path, options, template):
+    """huggingface/transformers#27132, huggingface/tokenizers#627: a normalized one takes the space before it."""
+    backend = vocabularies.sentencepiece()
+    backend.add_special_tokens([AddedToken("<end>", special=True, **options)])
+    written = template.format("{{ m.role }}", "{{ m.content }}")
+    ours = with_template(tmp_path, "{% for m in messages %}<s>" + written + "{% endfor %}", backend)
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "Paris"}]
+    expected = "".join("<s>" + template.format(m["role"], m["content"]) for m in messages)
+    assert (
+        ours.render_chat(messages, add_generation_prompt=False)
+        == backend.encode(expected, add_special_tokens=False).ids
+    )
+    hostile = [{"role": "user", "content": "the <end> cat"}]
+    harmless = [{"role": "user", "content": "the cat"}]
+    found = [specials(ours, ours.render_chat(each, add_generation_prompt=False)) for each in (hostile, harmless)]
+    assert found[0] == found[1]
 
 
 def test_control_tokens_of_a_tokenizer_without_special_tokens():
