@@ -119,36 +119,57 @@ class CallFormat:
     null_content: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TemplateForm:
+    """What a chat template writes of a conversation; see chat_templates.template_form.
+
+    Attributes:
+        calls: how it takes tool calls; None: it leaves them out.
+        left_out: roles whose messages it leaves out, and no other role stands for them.
+        written_as: role -> the role under which its messages are written instead.
+        tools: whether it writes tools.
+    """
+
+    calls: CallFormat | None = CallFormat()
+    left_out: frozenset[str] = frozenset()
+    written_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tools: bool = True
+
+
 def normal_messages(
     messages: Sequence[Mapping[str, Any]],
     *,
     modalities: Collection[MediaModality] = (),
-    calls: CallFormat | None = None,
+    form: TemplateForm | None = None,
 ) -> list[dict[str, Any]]:
     """Normalise messages for a chat template.
 
     For a text model, `content` becomes a string: null, missing and [] become "", where the role allows them (an
     assistant that calls tools says nothing); text parts are joined by newlines (as in vLLM). For a model that reads
     media, a list of parts stays a list of {"type": "text", "text"}, {"type": "image"} and {"type": "video"},
-    in the same order; media_parts returns their sources.
+    in the same order; media_parts returns their sources. A refusal of the assistant, a part or a message's, is a text.
 
-    Arguments of tool calls become objects or JSON text, as `calls` says; "" and "null" become {}. Other keys with the
+    A message of a role that the template does not know gets the one that stands for it, as `form` says: developer
+    becomes system, function becomes tool, and an assistant's function_call one of its tool_calls.
+
+    Arguments of tool calls become objects or JSON text, as `form` says; "" and "null" become {}. Other keys with the
     value null and an empty tool_calls are dropped, since templates test whether a key exists.
 
     Args:
         modalities: what the model reads besides text.
-        calls: how the template takes tool calls. Default: objects.
+        form: what the template writes. Default: everything, with arguments as objects.
 
     Raises:
         InvalidRequest: there are no messages, a message has no role or an unknown one, or has no content as system,
-            developer or user, a part is of a type that the model does not read
-            or lacks its field, media is in a message of another role than user or tool, or arguments are not an object.
+            developer or user, a part is of a type that the model does not read or lacks its field, media is in a
+            message of another role than user or tool, arguments are not an object, or the template would leave out a
+            message or its tool calls.
     """
     _check_list(messages)
     if not messages:
         raise InvalidRequest("messages must hold at least one message, got none", param="messages")
     return [
-        _normal_message(message, f"messages[{i}]", modalities, calls or CallFormat())
+        _normal_message(message, f"messages[{i}]", modalities, form or TemplateForm())
         for i, message in enumerate(messages)
     ]
 
@@ -179,7 +200,7 @@ def _check_list(messages: Any) -> None:
 
 
 def _normal_message(
-    message: Any, where: str, modalities: Collection[MediaModality], form: CallFormat
+    message: Any, where: str, modalities: Collection[MediaModality], form: TemplateForm
 ) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be an object, got {type(message).__name__}")
@@ -190,14 +211,30 @@ def _normal_message(
         raise _invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {_shorten(role)}")
     if role in _SPOKEN and message.get("content") is None:
         raise _invalid(f"{where}.content is missing: a message with the role {role} needs a text or a list of parts")
+    if role in form.left_out:
+        raise _invalid(
+            f"{where}: this model's chat template leaves out messages with the role {role}; send the text in a message "
+            "of another role"
+        )
     normal = {key: value for key, value in message.items() if value is not None}
-    normal["content"] = _content(message.get("content"), f"{where}.content", role, modalities)
-    calls = normal.pop("tool_calls", None)
+    normal["role"] = form.written_as.get(role, role)
+    content = message.get("content")
+    refusal = normal.pop("refusal", None) if role == "assistant" else None
+    if refusal is not None and not content:  # what an answer of OpenAI's API has instead of a text
+        if not isinstance(refusal, str):
+            raise _invalid(f"{where}.refusal must be a string, got {type(refusal).__name__}")
+        content = refusal
+    normal["content"] = _content(content, f"{where}.content", role, modalities)
+    calls, field = normal.pop("tool_calls", None), f"{where}.tool_calls"
+    if (older := normal.pop("function_call", None)) and not calls:
+        calls, field = [{"type": "function", "function": older}], f"{where}.function_call"
     if calls:
         if not isinstance(calls, list | tuple):
-            raise _invalid(f"{where}.tool_calls must be a list, got {type(calls).__name__}")
-        normal["tool_calls"] = [_normal_call(call, f"{where}.tool_calls[{i}]", form) for i, call in enumerate(calls)]
-        if form.null_content and not normal["content"]:
+            raise _invalid(f"{field} must be a list, got {type(calls).__name__}")
+        if form.calls is None:
+            raise _invalid(f"{field}: this model's chat template cannot render tool calls; send them as text")
+        normal["tool_calls"] = [_normal_call(call, f"{field}[{i}]", form.calls) for i, call in enumerate(calls)]
+        if form.calls.null_content and not normal["content"]:
             normal["content"] = None
     return normal
 
@@ -221,10 +258,10 @@ def _parts(content: Sequence, where: str, role: Any, modalities: Collection[Medi
 
 def _part(part: Any, where: str, role: Any, modalities: Collection[MediaModality]) -> str | MediaPart:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise _invalid(f"{where}.text must be a string, got {type(part.get('text')).__name__}")
-        return part["text"]
+    if kind == "text" or (kind == "refusal" and role == "assistant"):
+        if not isinstance(part.get(kind), str):
+            raise _invalid(f"{where}.{kind} must be a string, got {type(part.get(kind)).__name__}")
+        return part[kind]
     modality, is_url = _MEDIA_PARTS.get(kind, (None, False)) if isinstance(kind, str) else (None, False)
     if modality is None or modality not in modalities:
         given = _shorten(kind) if isinstance(part, Mapping) else type(part).__name__

@@ -1,5 +1,6 @@
-"""Which chat template a model directory has, and how it takes tool calls."""
+"""Which chat template a model directory has, and what it writes: roles, tools and tool calls."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from omni_jax.inputs.chat import CallFormat
+from omni_jax.inputs.chat import CallFormat, TemplateForm
 
 # What a template can raise for data it does not expect, besides jinja2's own errors.
 TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -112,31 +113,86 @@ def _template(what: str, value: Any) -> Template | None:
     return value.removeprefix("\ufeff") if value else None
 
 
-_NAME, _KEY, _VALUE = "look_up_7031", "place_7031", "Oslo_7031"
+_NAME, _KEY, _VALUE, _TEXT = "look_up_7031", "place_7031", "Oslo_7031", "words_7031"
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
+# Roles that not all templates know -> the role that stands for them, as in llama.cpp.
+_STANDS_FOR = {"system": None, "developer": "system", "tool": None, "function": "tool"}
+_HELLO = {"role": "user", "content": "Hello"}
 
 
-def call_format(render: Callable[[list[dict[str, Any]]], str]) -> CallFormat:
-    """How a template takes tool calls, found by rendering one in each way.
+def template_form(render: Callable[..., str], *, with_tools: bool = False) -> TemplateForm:
+    """What a template writes, found by rendering small conversations with marked words.
+
+    What it refuses with an error is not left out: the error says it to the client.
 
     Args:
-        render: renders messages.
+        render: renders messages; takes `tools`.
+        with_tools: with tools, for which a template may differ.
     """
+
+    def attempt(messages: list[dict[str, Any]]) -> str | None:
+        with contextlib.suppress(jinja2.TemplateError, *TEMPLATE_ERRORS):
+            return render(messages, tools=[_TOOL] if with_tools else None)
+        return None
+
+    calls = _call_format(attempt)
+    written = {role: _writes_role(attempt, role, calls) for role in _STANDS_FOR}
+    written_as = {
+        role: other
+        for role, other in _STANDS_FOR.items()
+        if other is not None and not written[role] and written[other] is not False
+    }
+    hello = attempt([_HELLO]) if with_tools else None
+    return TemplateForm(
+        calls=calls,
+        left_out=frozenset(role for role in written if written[role] is False and role not in written_as),
+        written_as=written_as,
+        tools=hello is None or _NAME in hello,
+    )
+
+
+def _writes_role(
+    attempt: Callable[[list[dict[str, Any]]], str | None], role: str, calls: CallFormat | None
+) -> bool | None:
+    """Whether a template writes the messages of a role; None: it refuses them with an error."""
+    answers = False
+    for content in (_TEXT, [{"type": "text", "text": _TEXT}]):  # some templates of vision models read lists only
+        message = {"role": role, "content": content}
+        if role in ("system", "developer"):
+            conversations = [[message, _HELLO]]
+        else:
+            message |= {"name": _NAME, "tool_call_id": _call(calls or CallFormat())["tool_calls"][0]["id"]}
+            conversations = [
+                [_HELLO, _call(calls or CallFormat()), message],
+                [_HELLO, {"role": "assistant", "content": "Wait"}, message],
+            ]
+        rendered = [text for conversation in conversations if (text := attempt(conversation)) is not None]
+        if any(_TEXT in text for text in rendered):
+            return True
+        answers = answers or bool(rendered)
+    return False if answers else None
+
+
+def _call(form: CallFormat) -> dict[str, Any]:
+    arguments: Any = {_KEY: _VALUE}
+    function = {"name": _NAME, "arguments": json.dumps(arguments) if form.arguments_as_text else arguments}
+    call = {"id": "call70310", "type": "function", "function": function}
+    return {"role": "assistant", "content": None if form.null_content else "", "tool_calls": [call]}
+
+
+def _call_format(attempt: Callable[[list[dict[str, Any]]], str | None]) -> CallFormat | None:
+    """How a template takes tool calls, found by rendering one in each way; None: it leaves calls out."""
+    seen = []
     for null_content in (False, True):
         for as_text in (False, True):
-            arguments: Any = {_KEY: _VALUE}
-            function = {"name": _NAME, "arguments": json.dumps(arguments) if as_text else arguments}
-            call = {"id": "call70310", "type": "function", "function": function}
-            messages = [
-                {"role": "user", "content": "Hello"},
-                {"role": "assistant", "content": None if null_content else "", "tool_calls": [call]},
-                {"role": "tool", "name": _NAME, "tool_call_id": "call70310", "content": "5"},
-            ]
-            try:
-                rendered = render(messages)
-            except (jinja2.TemplateError, *TEMPLATE_ERRORS):
+            form = CallFormat(arguments_as_text=as_text, null_content=null_content)
+            result = {"role": "tool", "name": _NAME, "tool_call_id": "call70310", "content": "5"}
+            rendered = attempt([_HELLO, _call(form), result])
+            if rendered is None:
                 continue
+            seen.append(_KEY in rendered)
             # Not an object in Python's syntax, and not a text that was encoded as JSON again.
             wrong = f"'{_KEY}'" in rendered or f'\\"{_KEY}' in rendered
             if all(word in rendered for word in (_NAME, _KEY, _VALUE)) and not wrong:
-                return CallFormat(arguments_as_text=as_text, null_content=null_content)
-    return CallFormat()  # the template leaves calls out
+                return form
+    return None if seen and not any(seen) else CallFormat()

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from omni_jax.inputs.chat import clean_text, map_strings, normal_messages
-from omni_jax.inputs.chat_templates import TEMPLATE_ERRORS, call_format, find_template, render
+from omni_jax.inputs.chat_templates import TEMPLATE_ERRORS, find_template, render, template_form
 from omni_jax.inputs.control_tokens import ControlTokens
 from omni_jax.inputs.token_bounds import count_unlocked, encode_unlocked, exceeds, max_token_bytes, too_long
 from omni_jax.inputs.token_bytes import TextStream, TokenBytes
@@ -31,7 +31,6 @@ MAX_TOKEN_ID = 2**24  # far above any published vocabulary; a table of all ids i
 # Names that template_kwargs cannot set: arguments of the functions that render, and variables set elsewhere.
 _RENDERING = (PreTrainedTokenizerFast.apply_chat_template, render_jinja_template, render)
 _RESERVED = frozenset().union(*(inspect.signature(function).parameters for function in _RENDERING)) | {"messages"}
-_TOOL = {"type": "function", "function": {"name": "look_up", "description": "", "parameters": {"type": "object"}}}
 
 
 class Tokenizer:
@@ -74,8 +73,8 @@ class Tokenizer:
         self.eos_token_id = hf.eos_token_id if isinstance(hf.eos_token_id, int) else None
         self.has_chat_template = bool(hf.chat_template)
         # A template for tools may differ from the one without.
-        self._call_formats = {
-            with_tools: call_format(partial(render, hf, tools=[_TOOL] if with_tools else None))
+        self._forms = {
+            with_tools: template_form(partial(render, hf), with_tools=with_tools)
             for with_tools in ((False, True) if hf.chat_template else ())
         }
         kinds: tuple[MediaModality, ...] = ("image", "video")
@@ -253,9 +252,11 @@ class Tokenizer:
         def escape(value: Any, param: str) -> Any:
             return map_strings(value, lambda text: self._control.escape(clean_text(text, param), nonce), param=param)
 
-        calls = self._call_formats[bool(tools)]
-        conversation = escape(normal_messages(messages, modalities=modalities, calls=calls), "messages")
+        form = self._forms[bool(tools)]
+        conversation = escape(normal_messages(messages, modalities=modalities, form=form), "messages")
         schemas = escape(tools or None, "tools")
+        if not form.tools:
+            raise InvalidRequest("this model's chat template cannot render tools; leave them out", param="tools")
         variables = escape(dict(template_kwargs or {}), "chat_template_kwargs")
         try:
             rendered = render(

@@ -215,7 +215,7 @@ class Conversation(_Strict):
     """Fields that the chat template renders. `omni_jax.inputs` validates the messages."""
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
-    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None  # [] asks for nothing
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None

@@ -67,7 +67,8 @@ def test_tok_05_published_vision_directories_have_a_template_for_images(tmp_path
     assert tokenizer.template_modalities == {"image", "video"}
 
 
-NAMED = {"default": template("default"), "tool_use": template("tool_use")}
+NAMES = " {{ tools[0].function.name }}"
+NAMED = {"default": template("default"), "tool_use": template("tool_use") + NAMES}
 
 
 @pytest.mark.parametrize("place", ["jinja", "additional", "config", "given"])
@@ -96,10 +97,12 @@ def test_tok_05_named_templates(tmp_path):
         tokenizer = Tokenizer.from_directory(path)
         assert tokenizer.has_chat_template
         assert text_of(tokenizer) == "default Hello", path
-        assert text_of(tokenizer, tools=[TOOL]) == "tool_use Hello", path
-        assert text_of(Tokenizer.from_directory(path, chat_template=template("mine")), tools=[TOOL]) == "mine Hello"
+        assert text_of(tokenizer, tools=[TOOL]) == "tool_use Hello weather", path
+        mine = Tokenizer.from_directory(path, chat_template=template("mine") + NAMES)
+        assert text_of(mine, tools=[TOOL]) == "mine Hello weather"
     only = Tokenizer.from_directory(directory(tmp_path / "one", config=as_list[:1]))
-    assert text_of(only, tools=[TOOL]) == "default Hello"
+    with pytest.raises(InvalidRequest, match="chat template cannot render tools"):
+        text_of(only, tools=[TOOL])
 
 
 def test_a_syntax_error_in_any_named_template_fails_the_start(tmp_path):
@@ -141,6 +144,7 @@ DEEPSEEK_R1 = (
     "{%- endfor %}"
 )
 CALLS = (
+    "{%% for tool in tools or [] %%}<tool>{{ tool.function.name }}{%% endfor %%}"
     "{%% for message in messages %%}{{ message.role }}: {{ message.content }}"
     "{%% for call in message.tool_calls or [] %%}{%% set function = call.function %%}"
     "<call>{{ function.name }} %s</call>{%% endfor %%}{%% endfor %%}"
@@ -150,7 +154,6 @@ PRINTS = CALLS % "{{ function.arguments }}"
 TOJSON = CALLS % "{{ function.arguments | tojson }}"  # Qwen2.5, Llama 3
 EITHER = CALLS % "{{ function.arguments if function.arguments is string else function.arguments | tojson }}"  # Qwen3
 ITEMS = CALLS % "{% for key, value in function.arguments.items() %}<{{ key }}>{{ value }}{% endfor %}"  # Qwen3-Coder
-LEAVES_OUT = template("no calls:")
 
 GIVEN = '{"city":"Zürich", "days": [1, 2]}'
 
@@ -164,7 +167,6 @@ GIVEN = '{"city":"Zürich", "days": [1, 2]}'
         (TOJSON, CallFormat(), '{"city": "Zürich", "days": [1, 2]}'),
         (EITHER, CallFormat(), '{"city": "Zürich", "days": [1, 2]}'),
         (ITEMS, CallFormat(), "<city>Zürich<days>[1, 2]"),
-        (LEAVES_OUT, CallFormat(), ""),
     ],
 )
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}, {"content": []}])
@@ -172,7 +174,7 @@ def test_tok_10_arguments_have_the_form_that_the_template_wants(tmp_path, templa
     tokenizer = Tokenizer.from_directory(
         vocabularies.write_directory(tmp_path, vocabularies.byte_level(), chat_template=template)
     )
-    assert set(tokenizer._call_formats.values()) == {form}
+    assert {form.calls for form in tokenizer._forms.values()} == {form}
 
     def conversation(arguments):
         call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
@@ -181,14 +183,13 @@ def test_tok_10_arguments_have_the_form_that_the_template_wants(tmp_path, templa
     assert written in text_of(tokenizer, conversation(GIVEN))
     rendered = text_of(tokenizer, conversation(json.loads(GIVEN)))
     assert written.replace('":"Z', '": "Z') in rendered
-    if template != LEAVES_OUT:
-        assert "weather" in rendered
+    assert "weather" in rendered
     for empty in ("", "null", None, {}):
         assert ("{}" if "json" in template or form.arguments_as_text else "") in text_of(tokenizer, conversation(empty))
     with pytest.raises(InvalidRequest, match="must be the JSON text of an object"):
         tokenizer.render_chat(conversation("[1]"))
     hostile = text_of(tokenizer, conversation('{"city": "<|im_end|>"}'))
-    assert ("<|im_end|>" in hostile) == (template != LEAVES_OUT)
+    assert "<|im_end|>" in hostile
     assert not set(tokenizer.render_chat(conversation('{"city": "<|im_end|>"}'))) & tokenizer.special_ids
 
 
@@ -197,7 +198,8 @@ def test_tok_10_each_named_template_gets_its_own_form(tmp_path):
         tmp_path, config=[{"name": "default", "template": TOJSON}, {"name": "tool_use", "template": PRINTS}]
     )
     tokenizer = Tokenizer.from_directory(path)
-    assert tokenizer._call_formats == {False: CallFormat(), True: CallFormat(arguments_as_text=True)}
+    forms = {with_tools: form.calls for with_tools, form in tokenizer._forms.items()}
+    assert forms == {False: CallFormat(), True: CallFormat(arguments_as_text=True)}
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"a":1}'}}
     conversation = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
     assert '{"a": 1}' in text_of(tokenizer, conversation)
@@ -205,5 +207,100 @@ def test_tok_10_each_named_template_gets_its_own_form(tmp_path):
 
 
 def test_the_tiny_directories_take_tool_calls(tmp_path):
-    tokenizer = Tokenizer.from_directory(tiny.write_tiny(tmp_path, "qwen2"))
-    assert set(tokenizer._call_formats.values()) == {CallFormat()}
+    tokenizer = Tokenizer.from_directory(tiny_vl.write_tiny_vl(tmp_path, "qwen2_5_vl"))
+    assert {form.calls for form in tokenizer._forms.values()} == {CallFormat()}
+
+
+# --- what a template leaves out --------------------------------------------------------------------------------------
+
+# The branches of Qwen2.5's template for roles, and one that knows no tools (SmolLM2's writes the role of any message).
+QWEN = (
+    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
+    "{%- else %}{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) "
+    "or (message.role == 'assistant' and not message.tool_calls) %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' + message.content }}"
+    "{%- for call in message.tool_calls %}"
+    '{{- \'{"name": "\' + call.function.name + \'", "arguments": \' + call.function.arguments | tojson + "}" }}'
+    "{%- endfor %}{{- '<|im_end|>\\n' }}"
+    "{%- elif message.role == 'tool' %}{{- '<tool_response>' + message.content + '</tool_response>' }}{%- endif %}"
+    "{%- endfor %}"
+)
+NO_TOOLS = (
+    "{%- for message in messages if message.role in ('system', 'user', 'assistant') %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}{%- endfor %}"
+)
+ONLY_USER = (
+    "{%- for message in messages %}{%- if message.role == 'developer' %}{{ raise_exception('no developer') }}"
+    "{%- elif message.role in ('user', 'assistant') %}{{- message.content }}{%- endif %}{%- endfor %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "mul", "arguments": '{"a": 1}'}}
+
+
+def of_template(path, template):
+    return Tokenizer.from_directory(
+        vocabularies.write_directory(path, vocabularies.byte_level(), chat_template=template)
+    )
+
+
+def test_tok_12_a_developer_message_is_a_system_message_where_the_template_knows_none(tmp_path):
+    developer = [{"role": "developer", "content": "Answer in French only."}, *HELLO]
+    system = [{"role": "system", "content": "Answer in French only."}, *HELLO]
+    for name, template in (("qwen", QWEN), ("no_tools", NO_TOOLS)):
+        tokenizer = of_template(tmp_path / name, template)
+        assert tokenizer.render_chat(developer) == tokenizer.render_chat(system)
+        assert "Answer in French only." in text_of(tokenizer, developer)
+    knows = of_template(tmp_path / "knows", CALLS % "{{ function.arguments | tojson }}")
+    assert text_of(knows, developer).startswith("developer: Answer in French only.")
+
+
+def test_tok_12_a_function_message_is_a_tool_message(tmp_path):
+    tokenizer = of_template(tmp_path, QWEN)
+    older = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+    conversation = [*HELLO, older, {"role": "function", "name": "mul", "content": "RESULT42"}]
+    newer = [*HELLO, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "RESULT42"}]
+    assert "<tool_response>RESULT42</tool_response>" in text_of(tokenizer, conversation)
+    assert text_of(tokenizer, conversation) == text_of(tokenizer, newer)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (NO_TOOLS, [*HELLO, {"role": "tool", "content": "c"}], r"messages\[1\]: .* leaves out .* the role tool"),
+        (NO_TOOLS, [*HELLO, {"role": "function", "name": "f", "content": "c"}], "leaves out .* the role function"),
+        (NO_TOOLS, [*HELLO, {"role": "assistant", "tool_calls": [CALL]}], r"\[1\].tool_calls: .* cannot render tool"),
+        (
+            NO_TOOLS,
+            [*HELLO, {"role": "assistant", "content": "", "function_call": CALL["function"]}],
+            r"\[1\].function_call: .* cannot render tool calls",
+        ),
+        (tiny.CHAT_TEMPLATE, [*HELLO, {"role": "assistant", "tool_calls": [CALL]}], "cannot render tool calls"),
+        (ONLY_USER, [{"role": "system", "content": "x"}, *HELLO], r"messages\[0\]: .* leaves out .* the role system"),
+        (ONLY_USER, [{"role": "developer", "content": "x"}, *HELLO], "no developer"),
+    ],
+)
+def test_tok_12_what_the_template_leaves_out_is_refused(tmp_path, template, messages, message):
+    tokenizer = of_template(tmp_path, template)
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        tokenizer.render_chat(messages)
+    assert caught.value.param == "messages"
+    with pytest.raises(InvalidRequest, match="cannot render tools"):
+        tokenizer.render_chat(HELLO, tools=[TOOL])
+
+
+def test_refusals_of_the_assistant_are_text(tmp_path):
+    tokenizer = of_template(tmp_path, QWEN)
+    plain = tokenizer.render_chat([*HELLO, {"role": "assistant", "content": "I cannot"}])
+    for message in (
+        {"content": None, "refusal": "I cannot"},
+        {"refusal": "I cannot"},
+        {"content": [{"type": "refusal", "refusal": "I cannot"}]},
+        {"content": "I cannot", "refusal": None},
+    ):
+        assert tokenizer.render_chat([*HELLO, {"role": "assistant", **message}]) == plain, message
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\] is a part of type 'refusal'"):
+        tokenizer.render_chat([{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}])
+    with pytest.raises(InvalidRequest, match="refusal must be a string, got int"):
+        tokenizer.render_chat([*HELLO, {"role": "assistant", "refusal": 3}])

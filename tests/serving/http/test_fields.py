@@ -148,6 +148,14 @@ async def test_unknown_fields_are_ignored_and_named_in_the_log(client, caplog):
     assert len(line) < 400
 
 
+async def test_an_empty_list_of_tools_asks_for_nothing(client):
+    _, plain = await client.chat()
+    for fields in ({"tools": []}, {"tools": [], "tool_choice": "none"}):
+        status, answer = await client.chat(**fields)
+        assert (status, answer.get("choices")) == (200, plain["choices"]), answer
+        assert (await client.post("/tokenize", {"messages": HELLO, **fields}))[0] == 200
+
+
 async def test_parallel_tool_calls_need_tools(client):
     tools = [{"type": "function", "function": {"name": "f"}}]
     await assert_rejected(client, CHAT, {"messages": HELLO, "parallel_tool_calls": False}, param="parallel_tool_calls")
