@@ -59,13 +59,19 @@ def eos_token_ids(
 
 
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of SamplingParams. Without its sampling parameters if do_sample is false; max_new_tokens is max_tokens.
+    """Defaults of SamplingParams; max_new_tokens is max_tokens.
+
+    As in transformers, do_sample false is greedy: the temperature is 0, and of the other sampling parameters only the
+    repetition penalty counts. A request's own temperature replaces it.
 
     Raises:
         CheckpointError: a value is out of range.
     """
-    names = () if generation.get("do_sample") is False else SAMPLING
+    greedy = generation.get("do_sample") is False
+    names = ("repetition_penalty",) if greedy else SAMPLING
     defaults = {name: generation[name] for name in names if generation.get(name) is not None}
+    if greedy:
+        defaults["temperature"] = 0.0
     if (most := generation.get("max_new_tokens")) is not None:
         if isinstance(most, int) and most < 1:
             raise CheckpointError(f"{FILE}: max_new_tokens must be at least 1, got {most!r}{_ADVICE}")

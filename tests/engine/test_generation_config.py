@@ -4,6 +4,7 @@ import pytest
 
 from checkpoints.errors import CheckpointError
 from omni_jax.engine.generation_config import MAX_EOS_IDS, default_sampling, eos_token_ids
+from omni_jax.requests import SamplingParams
 
 pytestmark = pytest.mark.smoke
 
@@ -49,12 +50,21 @@ def test_a_tokenizer_of_another_model_and_too_many_ids_are_refused():
     [
         ({"max_new_tokens": 2048, "max_length": 20}, {"max_tokens": 2048}),
         ({"max_new_tokens": None, "max_length": 4096}, {}),
-        ({"do_sample": False, "temperature": 0.6, "max_new_tokens": 9}, {"max_tokens": 9}),
+        ({"do_sample": False, "temperature": 0.6, "max_new_tokens": 9}, {"temperature": 0.0, "max_tokens": 9}),
+        ({"do_sample": None, "top_k": 20}, {"top_k": 20}),
         ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
     ],
 )
 def test_gen_01_max_new_tokens_is_a_default(generation, expected):
     assert default_sampling(generation) == expected
+
+
+def test_do_sample_false_is_greedy():
+    generation = {"do_sample": False, "temperature": 0.6, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.1}
+    defaults = default_sampling(generation)
+    assert defaults == {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert SamplingParams(**defaults).greedy
+    assert SamplingParams(**defaults | {"temperature": 0.7}).temperature == 0.7  # a request's own
 
 
 @pytest.mark.parametrize("value", [0, -5, 9.5, "9", True])
@@ -67,4 +77,4 @@ def test_gen_01_a_wrong_max_new_tokens_is_refused(value):
 def test_wrong_sampling_defaults_are_refused_at_the_start(name, value):
     with pytest.raises(CheckpointError, match=f"generation_config.json: {name} must be .*--generation-config vllm"):
         default_sampling({name: value})
-    assert default_sampling({name: value, "do_sample": False}) == {}
+    assert default_sampling({name: value, "do_sample": False}) == {"temperature": 0.0}

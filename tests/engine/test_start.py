@@ -177,7 +177,7 @@ def test_sampling_defaults_are_from_generation_config(dry, tmp_path):
     assert dry(model_dir=directory).info.default_sampling == expected
     assert dry(model_dir=directory, generation_config="vllm").info.default_sampling == {}
     path.write_text('{"eos_token_id": 2, "do_sample": false, "temperature": 0.6, "max_new_tokens": 9}')
-    assert dry(model_dir=directory).info.default_sampling == {"max_tokens": 9}
+    assert dry(model_dir=directory).info.default_sampling == {"temperature": 0.0, "max_tokens": 9}
     assert dry(model_dir=directory, generation_config="vllm").info.default_sampling == {}
     path.write_text('{"temperature": "high"}')
     with pytest.raises(
