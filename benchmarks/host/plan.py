@@ -1,18 +1,35 @@
 """Host time of a plan and of a commit: the scheduler alone, with decoding and waiting sequences.
 
 python -m benchmarks.host.plan --running 64 --waiting 64
+python -m benchmarks.host.plan --cases       # crowds: bursts, classes, pictures, continuations, a long prompt
+
+Times are CPU times of this process in milliseconds.
 """
 
 import argparse
+import itertools
 import statistics
 import time
+from collections.abc import Iterator
 
-from omni_jax.memory import BlockPool
-from omni_jax.requests import Request, SamplingParams
+import numpy as np
+
+from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.requests import MediaSpan, Request, SamplingParams
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import Blocks, FirstCome, Scheduler, SchedulerConfig, SLOFirst, default_buckets
+from omni_jax.scheduling import (
+    Blocks,
+    Compression,
+    Features,
+    FirstCome,
+    Scheduler,
+    SchedulerConfig,
+    SLOFirst,
+    default_buckets,
+)
 
 PROMPT, BLOCK = 200, 16
+IMAGE = 64  # tokens of a picture
 
 
 class Linear:
@@ -22,49 +39,240 @@ class Linear:
         return 1e-3 + 1e-5 * shape.tokens
 
 
-def scheduler(running: int, waiting: int, *, by_deadline: bool) -> Scheduler:
-    """Return a scheduler with slots for `running` sequences, and `waiting` sequences more than that."""
+class NoSwap:
+    """A swap whose blocks need a while to come back."""
+
+    def __init__(self) -> None:
+        self._polls: dict[object, int] = {}
+
+    def store(self, sequence, blocks, tokens, cached) -> object:
+        parcel = object()
+        self._polls[parcel] = 3
+        return parcel
+
+    def is_ready(self, parcel) -> bool:
+        self._polls[parcel] -= 1
+        return self._polls[parcel] < 0
+
+    def load(self, parcel, blocks) -> bool:
+        self._polls.pop(parcel)
+        return True
+
+    def drop(self, parcel) -> None:
+        self._polls.pop(parcel)
+
+
+def empty(
+    running: int,
+    *,
+    by_deadline: bool,
+    budget: int = 2048,
+    max_model_len: int = 4096,
+    num_blocks: int | None = None,
+    pictures: int = 0,
+    swap: bool = False,
+    ratio: float = 0.0,
+) -> Scheduler:
+    """Return a scheduler with slots for `running` sequences.
+
+    Args:
+        budget: Tokens of a step.
+        num_blocks: Blocks of the pool; enough for twice max_model_len of each running sequence by default.
+        pictures: Pictures that the encoder cache holds; 0 for a model that reads text only.
+        swap: Whether blocks are swapped out.
+        ratio: Share of the tokens that compression drops; 0 for none.
+    """
     config = SchedulerConfig(
         max_num_seqs=running,
-        max_num_batched_tokens=2048,
-        max_model_len=4096,
-        buckets=default_buckets(max_num_seqs=running, max_num_batched_tokens=2048),
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        buckets=default_buckets(max_num_seqs=running, max_num_batched_tokens=budget),
     )
-    pool = BlockPool(1 + 2 * running * 4096 // BLOCK, BLOCK)
-    made = Scheduler(
+    pool = BlockPool(1 + (num_blocks or 2 * running * max_model_len // BLOCK), BLOCK)
+    features = None
+    if pictures:
+        features = Features(EncoderCache(pictures * IMAGE), max_patches=4 * IMAGE, pack_patches=4 * IMAGE)
+    compression = Compression(ratio=lambda step, total: ratio, compact=lambda *_: None) if ratio else None
+    return Scheduler(
         config,
         pool,
+        features,
         discipline=SLOFirst() if by_deadline else FirstCome(),
         cost=Linear(),
-        blocks=Blocks(pool, prefix_caching=True),
+        blocks=Blocks(pool, prefix_caching=True, swap=NoSwap() if swap else None, compression=compression),
     )
+
+
+def scheduler(running: int, waiting: int, *, by_deadline: bool) -> Scheduler:
+    """Return a scheduler with slots for `running` sequences, and `waiting` sequences more than that."""
+    made = empty(running, by_deadline=by_deadline)
     for number in range(running + waiting):
-        made.add(
-            Request(
-                id=str(number),
-                prompt_ids=tuple((number * 31 + i * 7) % 1000 for i in range(PROMPT)),
-                params=SamplingParams(max_tokens=3000),
-                slo=SLO(ttft_ms=500, tpot_ms=50),
-            )
-        )
+        made.add(request(str(number), prompt(number), slo=SLO(ttft_ms=500, tpot_ms=50)))
     return made
+
+
+def prompt(number: int, length: int = PROMPT) -> tuple[int, ...]:
+    return tuple((number * 31 + i * 7) % 1000 for i in range(length))
+
+
+def request(name: str, prompt_ids: tuple[int, ...], *, arrival=0.0, picture="", max_tokens=3000, n=1, slo=None):
+    """A request, with a picture named `picture` at the start of its prompt if one is named."""
+    media = ()
+    if picture:
+        patches = np.zeros((IMAGE, 1, 1, 1, 1), np.uint8)
+        span = MediaSpan(
+            key=picture.encode(), modality="image", start=0, length=IMAGE, grid=(1, IMAGE), patches=patches
+        )
+        media = (span,)
+    params = SamplingParams(max_tokens=max_tokens, n=n)
+    return Request(id=name, prompt_ids=prompt_ids, params=params, arrival=arrival, slo=slo, media=media)
+
+
+class Steps:
+    """Runs steps of a scheduler, and measures its plans and commits in seconds of CPU time."""
+
+    def __init__(self, made: Scheduler, seconds: float = 0.02):
+        self.made, self.now, self._seconds = made, 0.0, seconds
+        self.plans: list[float] = []
+        self.commits: list[float] = []
+
+    def step(self) -> bool:
+        """Run a step, and a call of the encoder if there is one. Returns whether it is a decode step of all slots."""
+        made = self.made
+        self.now += self._seconds
+        began = time.process_time()
+        plan = made.plan(self.now)
+        batch = made.next_batch()
+        planned = time.process_time()
+        made.encoded(batch) if batch else None
+        self.plans.append(planned - began)
+        if plan is None:
+            return False
+        began = time.process_time()
+        made.commit(plan, [1 if row.sample else None for row in plan.rows], self.now)
+        self.commits.append(time.process_time() - began)
+        return plan.decode and len(plan.rows) == made.config.max_num_seqs
+
+    def run(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.step()
 
 
 def measure(running: int, waiting: int, rounds: int, *, by_deadline: bool) -> tuple[list[float], list[float]]:
     """Return the seconds of each plan and of each commit of decode steps with all `running` sequences."""
-    made, now = scheduler(running, waiting, by_deadline=by_deadline), 0.0
+    steps = Steps(scheduler(running, waiting, by_deadline=by_deadline))
     plans, commits = [], []
     while len(plans) < rounds:
-        now += 0.02
-        began = time.perf_counter()
-        plan = made.plan(now)
-        planned = time.perf_counter()
-        assert plan is not None
-        made.commit(plan, [1 if row.sample else None for row in plan.rows], now)
-        if plan.decode and len(plan.rows) == running:
-            plans.append(planned - began)
-            commits.append(time.perf_counter() - planned)
+        if steps.step():
+            plans.append(steps.plans[-1])
+            commits.append(steps.commits[-1])
     return plans, commits
+
+
+# -- cases ------------------------------------------------------------------------------------------------------------
+
+
+def crowd(number: int, *, by_deadline: bool, **options) -> Steps:
+    """Short answers in 256 slots: each step some end and others start, with `number` that wait."""
+    steps = Steps(empty(256, by_deadline=by_deadline, max_model_len=512, **options))
+    for i in range(256 + number):
+        name = "" if "pictures" not in options else f"p{i}"
+        steps.made.add(request(f"c{i}", prompt(i), arrival=i * 1e-3, max_tokens=1 + i % 60, picture=name))
+    steps.now = 1e-3 * number
+    return steps
+
+
+def shared_burst(number: int, *, by_deadline: bool) -> Steps:
+    """A burst of requests that share 2,048 prompt tokens."""
+    steps = Steps(empty(256, by_deadline=by_deadline, budget=8192))
+    common = prompt(1, 2048)
+    for i in range(number):
+        steps.made.add(request(f"s{i}", (*common, *prompt(i, 40)), max_tokens=50, slo=SLO()))
+    return steps
+
+
+def urgent_crowd(number: int) -> Steps:
+    """Sequences of class 5 run, and `number` of class 3 wait."""
+    steps = Steps(empty(64, by_deadline=True))
+    for i in range(64):
+        steps.made.add(request(f"low{i}", prompt(i), slo=SLO(priority=5)))
+    steps.run(10)
+    for i in range(number):
+        steps.made.add(request(f"high{i}", prompt(64 + i), slo=SLO(priority=3), arrival=steps.now))
+    steps.plans.clear()
+    return steps
+
+
+def pictures(number: int, *, by_deadline: bool, same: bool) -> Steps:
+    """A burst of requests with pictures, all different or all the same."""
+    steps = Steps(empty(256, by_deadline=by_deadline, pictures=64, max_model_len=512))
+    for i in range(number):
+        ids = (5,) * IMAGE + prompt(i)
+        steps.made.add(request(f"p{i}", ids, max_tokens=100, slo=SLO(), picture="p" if same else f"p{i}"))
+    return steps
+
+
+def compressed(running: int, ratio: float) -> Steps:
+    """Decoding sequences with compression."""
+    made = empty(running, by_deadline=False, ratio=ratio, max_model_len=512, num_blocks=running * 64)
+    for i in range(running):
+        made.add(request(f"k{i}", prompt(i), max_tokens=300))
+    steps = Steps(made)
+    steps.run(20)
+    steps.plans.clear()
+    return steps
+
+
+def continuations(number: int) -> Steps:
+    """Continuations wait with the blocks of their prompts, and the running sequences need blocks."""
+    running = number // 127
+    blocks = running * 13 + 3
+    made = empty(running, by_deadline=False, max_model_len=blocks * BLOCK, num_blocks=blocks)
+    for i in range(running):
+        made.add(request(f"n{i}", prompt(i), max_tokens=200, n=128))
+    steps = Steps(made)
+    while len(made.waiting) < number:
+        steps.step()
+    steps.plans.clear()
+    return steps
+
+
+def long_prompt(cached: bool) -> Steps:
+    """A prompt of 128k tokens arrives while 64 sequences decode."""
+    made = empty(65, by_deadline=False, max_model_len=131_072, num_blocks=20_000)
+    ids = prompt(7, 130_000)
+    steps = Steps(made)
+    if cached:
+        made.add(request("before", ids, max_tokens=1))
+        while made.num_live:
+            steps.step()
+    for i in range(64):
+        made.add(request(f"d{i}", prompt(i)))
+    steps.run(20)
+    steps.plans.clear()
+    made.add(request("long", ids, max_tokens=10))
+    return steps
+
+
+def cases() -> Iterator[tuple[str, Steps, int]]:
+    """The name of each case, its steps, and the number of steps to measure."""
+    for by_deadline in (False, True):
+        kind = "slo" if by_deadline else "fcfs"
+        for number in (1000, 10_000, 100_000):
+            yield f"{kind}, {number:,} wait, some end in each step", crowd(number, by_deadline=by_deadline), 60
+        yield f"{kind}, 10,000 wait, swap", crowd(10_000, by_deadline=by_deadline, swap=True, num_blocks=4000), 60
+        yield f"{kind}, 10,000 wait, compression", crowd(10_000, by_deadline=by_deadline, ratio=0.5), 60
+        yield f"{kind}, burst of 4,000 that share 2,048 tokens", shared_burst(4000, by_deadline=by_deadline), 30
+        for same in (False, True):
+            name = "the same picture" if same else "pictures"
+            yield f"{kind}, burst of 10,000 with {name}", pictures(10_000, by_deadline=by_deadline, same=same), 30
+    yield "slo, class 5 runs, 10,000 of class 3 wait", urgent_crowd(10_000), 30
+    for running, ratio in itertools.product((64, 128, 256), (0.0, 0.5)):
+        yield f"fcfs, {running} decode, compression {ratio}", compressed(running, ratio), 60
+    for number in (2000, 4000, 8000):
+        yield f"fcfs, {number:,} continuations wait, one needs a block", continuations(number), 30
+    for cached in (False, True):
+        yield f"fcfs, 128k tokens arrive, {'cached' if cached else 'new'}", long_prompt(cached), 70
 
 
 def main() -> None:
@@ -76,7 +284,15 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=64, help="sequences that decode")
     parser.add_argument("--waiting", type=int, default=64, help="sequences that wait for a slot")
     parser.add_argument("--rounds", type=int, default=1000, help="measured steps")
+    parser.add_argument("--cases", action="store_true", help="measure crowds instead")
     given = parser.parse_args()
+    if given.cases:
+        for name, steps, rounds in cases():
+            steps.run(rounds)
+            plans = [1e3 * seconds for seconds in steps.plans]
+            first, median, most = plans[0], statistics.median(plans), max(plans[1:])
+            print(f"{name}: first plan {first:.2f} ms, then median {median:.2f}, most {most:.2f}", flush=True)
+        return
     for name, by_deadline in (("fcfs", False), ("slo", True)):
         plans, commits = measure(given.running, given.waiting, given.rounds, by_deadline=by_deadline)
         cut = [f"{1e3 * statistics.quantiles(some, n=100)[at]:.3f}" for some in (plans, commits) for at in (49, 94)]

@@ -9,6 +9,7 @@
 - A sequence waits if a running one is already computing its next block, and takes the block from the cache.
 """
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -104,6 +105,10 @@ class Blocks:
         total = sequence.num_prompt + sequence.max_output - _dropped(sequence)
         return max(self.pool.blocks_for(total) - held, 0)
 
+    def num_reserved_for(self, running: list[Sequence]) -> int:
+        """Number of free blocks to keep for all running sequences."""
+        return len(running) if self.compression is None else sum(map(self.num_reserved, running))
+
     def is_preemptible(self, sequence: Sequence) -> bool:
         """Whether a sequence may lose blocks or its slot. A compressed one may only if it can be swapped out."""
         return not sequence.dropped or self.swap is not None
@@ -140,6 +145,16 @@ class Blocks:
         self._extend(sequence)
         last = (len(sequence.known) - (sequence.slot is None)) // self.pool.block_size
         return sequence.digests[at] if at < last else None
+
+    def is_cached(self, digest: bytes) -> bool:
+        """Whether a block is registered by this digest."""
+        return bool(self.pool.find((digest,)))
+
+    def last_shared(self, first: Sequence, second: Sequence, at: int) -> int:
+        """The last block, from block `at` on, up to which the digests of two sequences agree; they do there."""
+        stop = min(len(first.digests), len(second.digests))
+        ours, theirs = first.digests, second.digests
+        return bisect.bisect_left(range(at, stop), True, key=lambda index: ours[index] != theirs[index]) + at - 1
 
     def register(self, sequence: Sequence) -> None:
         """Register a sequence's blocks that are full of known and computed tokens."""

@@ -10,6 +10,8 @@ from omni_jax.segments import decode_deadline
 
 Rank = tuple[float, float, tuple[int, int]]  # class, deadline, order of arrival; smaller is served first
 
+TICKS = 64  # parts of aging_seconds in which waiting times are counted
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstCome:
@@ -17,13 +19,21 @@ class FirstCome:
 
     by_deadline = False
 
+    def cohort(self, sequence: Sequence) -> int:
+        """The cohort of a sequence, see SLOFirst. Here there is one."""
+        return 0
+
+    def level(self, cohort: int, now: float) -> int:
+        """The class of a cohort at a time."""
+        return 0
+
+    def due(self, sequence: Sequence) -> float:
+        """What orders the sequences of a class, before their arrival."""
+        return 0.0
+
     def rank(self, sequence: Sequence, now: float) -> Rank:
         """The rank of a sequence; smaller is served first."""
         return (0, 0.0, sequence.order)
-
-    def stable_rank(self, sequence: Sequence) -> float:
-        """A rank that does not change while sequences wait, see SLOFirst. Here only the order of arrival counts."""
-        return 0.0
 
     def step_seconds(self, decoding: Iterable[Sequence], now: float) -> float:
         """Maximum duration of the next step in seconds."""
@@ -39,6 +49,11 @@ class SLOFirst:
     served within the last aging_seconds, whatever their deadlines. It then gets the next free slot and blocks and keeps
     them, so no sequence starves.
 
+    Times are counted in ticks, TICKS of them in aging_seconds, so a sequence may rise one tick early. Sequences form
+    cohorts: a class that was served a period later counts as much as a more urgent class that was served now, so
+    cohort = TICKS * class + tick of the last service. All sequences of a cohort rise at the same time, and up to TICKS
+    neighbouring cohorts have the same class at a time. So a queue by cohorts stays in order while time passes.
+
     Attributes:
         aging_seconds: Waiting time that raises a sequence by one class.
     """
@@ -50,18 +65,24 @@ class SLOFirst:
         if not 0 < self.aging_seconds < math.inf:
             raise ValueError(f"aging_seconds must be a positive number of seconds, got {self.aging_seconds}")
 
+    def cohort(self, sequence: Sequence) -> int:
+        """The cohort of a sequence. It does not change while the sequence waits."""
+        return TICKS * sequence.priority + self._tick(sequence.served_at)
+
+    def level(self, cohort: int, now: float) -> int:
+        """The class of a cohort at a time, aging included: its class - (tick of now - tick of its service) // TICKS."""
+        return -((self._tick(now) - cohort) // TICKS)
+
+    def due(self, sequence: Sequence) -> float:
+        """What orders the sequences of a class, before their arrival."""
+        return deadline(sequence)
+
     def rank(self, sequence: Sequence, now: float) -> Rank:
         """The rank of a sequence; smaller is served first."""
-        raised = (now - sequence.served_at) // self.aging_seconds
-        return (sequence.priority - raised, deadline(sequence), sequence.order)
+        return (self.level(self.cohort(sequence), now), deadline(sequence), sequence.order)
 
-    def stable_rank(self, sequence: Sequence) -> float:
-        """A rank for decisions in which two waiting sequences could take something from each other in turn.
-
-        It rises evenly with the time since a sequence was served, so the order of two waiting sequences never changes.
-        By `rank`, the one that has just risen by a class would come first: now one, now the other.
-        """
-        return sequence.priority + sequence.served_at / self.aging_seconds
+    def _tick(self, seconds: float) -> int:
+        return math.floor(seconds * TICKS / self.aging_seconds)
 
     def step_seconds(self, decoding: Iterable[Sequence], now: float) -> float:
         """Maximum duration of the next step in seconds, so that every decoding sequence keeps its pace.

@@ -15,6 +15,8 @@ import numpy as np
 
 from omni_jax.memory import EncoderCache
 from omni_jax.requests import MediaSpan, Sequence
+from omni_jax.scheduling.discipline import Discipline, FirstCome
+from omni_jax.scheduling.queues import LOOKS, Line
 
 
 class Features:
@@ -33,62 +35,108 @@ class Features:
         self.cache = cache
         self.max_patches = max_patches
         self._pack = min(max_patches, pack_patches)
-        self._wanting: set[Sequence] = set()  # sequences with spans whose features they do not hold yet
+        self._running: set[Sequence] = set()  # running sequences with spans whose features they do not hold yet
+        # Holders of spans that are not encoded yet, by key: (sequence, number of its span), in order of asking.
+        self._askers: dict[bytes, dict[tuple[Sequence, int], None]] = {}
+        self.order_by(FirstCome())
+
+    def order_by(self, discipline: Discipline) -> None:
+        """Set the order of service, before any sequence is tracked."""
+        self._waiting = Line(discipline)  # waiting sequences with spans whose features they do not hold yet
+        self._holders = Line(discipline)  # waiting sequences that hold features
 
     def track(self, sequence: Sequence) -> None:
         """Track the needs of a sequence that is queued, for the first time or again, and holds no features."""
-        self.release_passed(sequence)
-        if sequence.media_held < len(sequence.request.media):
-            self._wanting.add(sequence)
+        self._pass(sequence)
+        self._file(sequence)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Note that a waiting sequence runs."""
+        self._file(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Drop all references of a sequence, and stop tracking its needs."""
-        for span in sequence.request.media[sequence.media_passed : sequence.media_held]:
-            self.cache.release(span.key)
+        for index in range(sequence.media_passed, sequence.media_held):
+            self._drop(sequence, index)
         sequence.media_passed = sequence.media_held = 0
-        self._wanting.discard(sequence)
+        for tracked in (self._running, self._waiting, self._holders):
+            tracked.discard(sequence)
 
     def release_passed(self, sequence: Sequence) -> None:
         """Drop the references to features of spans that lie wholly within tokens that need not be recomputed."""
-        media = sequence.request.media
+        if self._pass(sequence):
+            self._file(sequence)
+
+    def _pass(self, sequence: Sequence) -> bool:
+        media, before = sequence.request.media, sequence.media_passed
         while sequence.media_passed < len(media) and media[sequence.media_passed].stop <= sequence.reached:
             if sequence.media_passed < sequence.media_held:
-                self.cache.release(media[sequence.media_passed].key)
+                self._drop(sequence, sequence.media_passed)
             sequence.media_passed += 1
         sequence.media_held = max(sequence.media_held, sequence.media_passed)
-        if sequence.media_held == len(media):
-            self._wanting.discard(sequence)
+        return sequence.media_passed != before
 
-    def acquire(self, waiting: Iterable[Sequence], rank: Callable[[Sequence], Any]) -> None:
-        """Take references to the features that sequences need, as far as there is room.
+    def _file(self, sequence: Sequence) -> None:
+        """Put a sequence where it belongs among those that want and hold features."""
+        wants, waits = sequence.media_held < len(sequence.request.media), sequence.slot is None
+        (self._running.add if wants and not waits else self._running.discard)(sequence)
+        (self._waiting.put if wants and waits else self._waiting.discard)(sequence)
+        holds = sequence.media_passed < sequence.media_held
+        (self._holders.put if holds and waits else self._holders.discard)(sequence)
 
-        Args:
-            waiting: Waiting sequences, which may lose their references, the last in rank first.
-            rank: Order of sequences, smaller first. It must not change the order of two waiting sequences over time,
-                or they could take features from each other in turn, for ever.
+    def _drop(self, sequence: Sequence, index: int) -> None:
+        """Drop the reference to a span's features."""
+        key = sequence.request.media[index].key
+        self.cache.release(key)
+        if key in self._askers:
+            self._askers[key].pop((sequence, index), None)
+            if not self._askers[key]:
+                del self._askers[key]
+
+    def acquire(self) -> list[Sequence]:
+        """Take references to the features that sequences need, as far as there is room: for running sequences first,
+        then in an order that does not change with time, because two waiting sequences could otherwise take features
+        from each other in turn, for ever. A call serves a limited number of waiting sequences.
+
+        Returns:
+            The waiting sequences whose references changed.
         """
+        changed: list[Sequence] = []
+        for sequence in sorted(self._running, key=self._waiting.key):
+            if not self._take(sequence, changed):
+                return changed
+        for _ in range(LOOKS):
+            first = self._waiting.first()
+            if first is None or not self._take(first, changed):
+                break
+        return changed
 
-        def order(sequence: Sequence) -> tuple[bool, Any]:
-            return sequence.slot is None, rank(sequence)
+    def _take(self, sequence: Sequence, changed: list[Sequence]) -> bool:
+        """Take references to all features that a sequence needs. Returns False if there was no room for some."""
+        media, before = sequence.request.media, sequence.media_held
+        while sequence.media_held < len(media):
+            span = media[sequence.media_held]
+            if not self.cache.hold(span) and not self._reclaim(span, sequence, changed):
+                break
+            if not self.cache.is_ready(span.key):
+                self._askers.setdefault(span.key, {})[sequence, sequence.media_held] = None
+            sequence.media_held += 1
+        if sequence.media_held != before:
+            self._file(sequence)
+            if sequence.slot is None:
+                changed.append(sequence)
+        return sequence.media_held == len(media)
 
-        for sequence in sorted(self._wanting, key=order):
-            media = sequence.request.media
-            while sequence.media_held < len(media):
-                span = media[sequence.media_held]
-                if not self.cache.hold(span):
-                    later = [s for s in waiting if s.media_held > s.media_passed and order(s) > order(sequence)]
-                    if not self._reclaim(span, sorted(later, key=order)):
-                        return
-                sequence.media_held += 1
-            self._wanting.discard(sequence)
-
-    def _reclaim(self, span: MediaSpan, holders: list[Sequence]) -> bool:
-        """Take references from `holders`, the last one first, until there is room for `span`, and hold it. Returns
-        whether there was enough room."""
-        while holders:
-            victim = holders.pop()
+    def _reclaim(self, span: MediaSpan, taker: Sequence, changed: list[Sequence]) -> bool:
+        """Take references from waiting sequences that come after `taker`, the last one first, until there is room for
+        `span`, and hold it. Returns whether there was enough room."""
+        holders = self._holders
+        while (victim := holders.last()) is not None:
+            if victim is taker or (taker.slot is None and holders.key(victim) < holders.key(taker)):
+                return False
             self.release(victim)
             self.track(victim)
+            changed.append(victim)
             if self.cache.hold(span):
                 return True
         return False
@@ -112,11 +160,12 @@ class Features:
     def _is_ready(self, sequence: Sequence, index: int) -> bool:
         return index < sequence.media_held and self.cache.is_ready(sequence.request.media[index].key)
 
-    def awaiting(self, *queues: Iterable[Sequence]) -> Iterator[Sequence]:
-        """The sequences whose next image is being encoded, or waits for that."""
-        for sequence in itertools.chain(*queues):
-            if not self.can_start(sequence):
-                yield sequence
+    def awaiting(self, running: Iterable[Sequence], now: float) -> Iterator[Sequence]:
+        """Sequences whose next image is being encoded, or waits for that, with the first of them in order of service
+        (among the first few that share an image)."""
+        askers = (s for some in self._askers.values() for s, _ in itertools.islice(some, LOOKS) if s.slot is None)
+        wanting = itertools.islice(self._waiting.in_order(now), 1)
+        return (s for s in itertools.chain(running, askers, wanting) if not self.can_start(s))
 
     def in_range(self, sequence: Sequence, start: int, stop: int) -> tuple[tuple[int, np.ndarray], ...]:
         """(offset, rows of the feature array) for each span that overlaps tokens start to stop of a sequence. The
@@ -130,15 +179,21 @@ class Features:
                 found.append((first - start, self.cache.rows(span.key)[first - span.start : last - span.start]))
         return tuple(found)
 
-    def next_batch(self, sequences: Iterable[Sequence]) -> tuple[MediaSpan, ...]:
+    def next_batch(self, rank: Callable[[Sequence], Any], held: frozenset[str] = frozenset()) -> tuple[MediaSpan, ...]:
         """The spans to encode in the next call, the most urgent first. They count as being encoded from now on.
 
         Args:
-            sequences: Sequences in the order of service.
+            rank: Order of service of the sequences, smaller first.
+            held: Ids of requests that must wait.
         """
+        waiting = []
+        for key, askers in self._askers.items():
+            if self.cache.is_waiting(key):
+                some = itertools.islice((one for one in askers if one[0].request.id not in held), LOOKS)
+                waiting += sorted((rank(s), index, s.request.media[index]) for s, index in some)[:1]
         batch: list[MediaSpan] = []
         patches = 0
-        for span in self._unencoded(sequences):
+        for _, _, span in sorted(waiting, key=lambda one: one[:2]):
             if batch and patches + span.num_patches > self._pack:
                 break
             batch.append(span)
@@ -146,8 +201,25 @@ class Features:
             self.cache.begin(span.key)
         return tuple(batch)
 
-    def _unencoded(self, sequences: Iterable[Sequence]) -> Iterator[MediaSpan]:
-        for sequence in sequences:
-            for span in sequence.request.media[sequence.media_passed : sequence.media_held]:
-                if self.cache.is_waiting(span.key):
-                    yield span
+    def encoded(self, batch: Iterable[MediaSpan]) -> list[Sequence]:
+        """Mark the features of `batch` as ready for the steps planned from now on. Returns the sequences that hold
+        them."""
+        sequences = []
+        for span in batch:
+            self.cache.finish(span.key)
+            sequences += [sequence for sequence, _ in self._askers.pop(span.key, ())]
+        return sequences
+
+
+def can_start(features: Features | None, sequence: Sequence) -> bool:
+    """Whether no image keeps a waiting sequence from starting."""
+    return features is None or features.can_start(sequence)
+
+
+def computable(features: Features | None, sequence: Sequence) -> int:
+    """Number of uncomputed tokens of a sequence that could be computed now, once swapped blocks are back."""
+    if sequence.swapped is not None:
+        return len(sequence.known) - sequence.reached
+    if features is None or not sequence.request.media:
+        return sequence.uncomputed
+    return features.computable(sequence)

@@ -1,54 +1,221 @@
-"""The scheduler's queues of waiting and running sequences, and the slots."""
+"""The queues of waiting and running sequences, and the slots. No operation's time grows with the number that wait,
+but for a logarithm.
+
+A waiting sequence is in one place: in the line, if it may start as far as is known; parked, if another computes its
+next block; or in neither, while its image is not encoded. It returns to the line when the reason may have gone, a
+limited number in each step, so that thousands that waited for the same block or image do not stop a step.
+"""
 
 import bisect
+import collections
+import heapq
+import itertools
 import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from sortedcontainers import SortedDict, SortedKeyList, SortedList
 
 from omni_jax.requests import Sequence
+from omni_jax.scheduling.discipline import Discipline
+
+LOOKS = 64  # waiting sequences that a step looks at, more than it has free slots
 
 _order = operator.attrgetter("order")
+_Key = tuple[int, float, tuple[int, int]]  # cohort, due, order of arrival
+
+
+class Line:
+    """Waiting sequences in the order of service at any time.
+
+    Each is filed by its cohort, and in it by what is due first. Cohorts never overtake each other; those that have the
+    same class at a time are merged.
+    """
+
+    def __init__(self, discipline: Discipline):
+        self._discipline = discipline
+        self._cohorts: SortedDict = SortedDict()  # cohort -> SortedList of (due, order, sequence)
+        self._keys: dict[Sequence, _Key] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._keys
+
+    def key(self, sequence: Sequence) -> _Key:
+        """The place of a sequence: an order of waiting sequences that does not change while time passes."""
+        return self._discipline.cohort(sequence), self._discipline.due(sequence), sequence.order
+
+    def put(self, sequence: Sequence) -> None:
+        """Add a sequence, or move it to its present place."""
+        key = self.key(sequence)
+        if self._keys.get(sequence) == key:
+            return
+        self.discard(sequence)
+        cohort, due, order = self._keys[sequence] = key
+        if cohort not in self._cohorts:
+            self._cohorts[cohort] = SortedList()
+        self._cohorts[cohort].add((due, order, sequence))
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is there."""
+        key = self._keys.pop(sequence, None)
+        if key is None:
+            return
+        cohort, due, order = key
+        queue = self._cohorts[cohort]
+        queue.remove((due, order, sequence))
+        if not queue:
+            del self._cohorts[cohort]
+
+    def in_order(self, now: float) -> Iterator[Sequence]:
+        """The sequences in the order of service. The line must not change meanwhile."""
+        for _, cohorts in itertools.groupby(self._cohorts, key=lambda cohort: self._discipline.level(cohort, now)):
+            queues = [self._cohorts[cohort] for cohort in cohorts]
+            for _, _, sequence in queues[0] if len(queues) == 1 else heapq.merge(*queues):
+                yield sequence
+
+    def first(self) -> Sequence | None:
+        """The first by `key`."""
+        return self._cohorts.peekitem(0)[1][0][2] if self._cohorts else None
+
+    def last(self) -> Sequence | None:
+        """The last by `key`."""
+        return self._cohorts.peekitem(-1)[1][-1][2] if self._cohorts else None
+
+
+class Parked:
+    """Waiting sequences whose next block is being computed by another sequence, its owner."""
+
+    def __init__(self) -> None:
+        self._by_owner: dict[Sequence, list[tuple[int, int, Sequence]]] = {}  # heaps of (last, number, sequence)
+        self._numbers: dict[Sequence, int] = {}  # of the latest entry of each
+        self._next = itertools.count()
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._numbers
+
+    def add(self, sequence: Sequence, owner: Sequence, last: int) -> None:
+        """Park a sequence until the owner has registered its block number `last`, the last one that they share."""
+        self._numbers[sequence] = number = next(self._next)
+        heapq.heappush(self._by_owner.setdefault(owner, []), (last, number, sequence))
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is there."""
+        self._numbers.pop(sequence, None)
+
+    def wake(self, owners: Collection[Sequence], limit: int) -> list[Sequence]:
+        """Remove and return up to `limit` sequences whose owner is not among `owners` (those that go on computing new
+        blocks) or has passed the last block that they share."""
+        woken: list[Sequence] = []
+        for owner, heap in list(self._by_owner.items()):
+            while heap and (owner not in owners or heap[0][0] < owner.registered):
+                if len(woken) >= limit:
+                    return woken
+                _, number, sequence = heapq.heappop(heap)
+                if self._numbers.get(sequence) == number:
+                    del self._numbers[sequence]
+                    woken.append(sequence)
+            if not heap:
+                del self._by_owner[owner]
+        return woken
 
 
 class Queues:
     """Waiting and running sequences, each in order of arrival, and the free slots.
 
+    Args:
+        max_num_seqs: Number of slots.
+        discipline: The order of service.
+        can_start: Whether the next image of a sequence is encoded, if it has one.
+
     Attributes:
         waiting: Sequences without a slot.
         running: Sequences with a slot.
+        line: Waiting sequences in the order of service, without those that are known to be unable to start.
+        parked: Waiting sequences whose next block is being computed.
+        returning: Waiting sequences that will be filed anew: their image is encoded.
+        holders: Waiting sequences that hold blocks, by the last of these.
         free_slots: Slots that no sequence has.
     """
 
-    def __init__(self, max_num_seqs: int):
-        self.waiting: list[Sequence] = []
+    def __init__(self, max_num_seqs: int, discipline: Discipline, can_start: Callable[[Sequence], bool]):
+        self.waiting: SortedKeyList = SortedKeyList(key=_order)
         self.running: list[Sequence] = []
+        self.line = Line(discipline)
+        self.parked = Parked()
+        self.returning: collections.deque[Sequence] = collections.deque()
+        self.holders: dict[int, SortedKeyList] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._can_start = can_start
+        self._last_blocks: dict[Sequence, int] = {}
 
     def add(self, sequence: Sequence) -> None:
         """Add a waiting sequence."""
-        bisect.insort(self.waiting, sequence, key=_order)
+        self.waiting.add(sequence)
+        self.file(sequence)
+
+    def file(self, sequence: Sequence) -> None:
+        """File a waiting sequence anew. Called after each change of its tokens, blocks or features."""
+        self.parked.discard(sequence)
+        if self._can_start(sequence):
+            self.line.put(sequence)
+        else:
+            self.line.discard(sequence)
+        last = sequence.blocks[-1] if sequence.blocks else None
+        if self._last_blocks.get(sequence) != last:
+            self._forget_holder(sequence)
+            if last is not None:
+                self._last_blocks[sequence] = last
+                self.holders.setdefault(last, SortedKeyList(key=_order)).add(sequence)
+
+    def park(self, sequence: Sequence, owner: Sequence, last: int) -> None:
+        """Take a sequence out of the line, see Parked."""
+        self.line.discard(sequence)
+        self.parked.add(sequence, owner, last)
+
+    def file_returning(self) -> None:
+        """File some of the sequences whose images are encoded."""
+        for _ in range(min(len(self.returning), LOOKS + len(self.free_slots))):
+            sequence = self.returning.popleft()
+            if sequence in self.waiting:
+                self.file(sequence)
+
+    def next_in_line(self, count: int, now: float, held: Collection[str]) -> list[Sequence]:
+        """The first `count` sequences of the line, without requests that are held."""
+        sequences: Iterable[Sequence] = self.line.in_order(now)
+        if held:
+            sequences = (sequence for sequence in sequences if sequence.request.id not in held)
+        return list(itertools.islice(sequences, count))
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot. There must be a free one."""
+        self._forget(sequence)
         sequence.slot = self.free_slots.pop()
-        _remove(self.waiting, sequence)
         bisect.insort(self.running, sequence, key=_order)
-
-    def requeue(self, sequence: Sequence) -> None:
-        """Take the slot of a running sequence, which waits again."""
-        self.remove(sequence)
-        self.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is in a queue, and free its slot."""
         if sequence.slot is None:
-            _remove(self.waiting, sequence)
+            self._forget(sequence)
             return
-        _remove(self.running, sequence)
+        index = bisect.bisect_left(self.running, sequence.order, key=_order)
+        del self.running[index]
         self.free_slots.append(sequence.slot)
         sequence.slot = None
         sequence.on_device = False
 
+    def _forget(self, sequence: Sequence) -> None:
+        """Remove a waiting sequence from all places."""
+        self.waiting.discard(sequence)
+        self.line.discard(sequence)
+        self.parked.discard(sequence)
+        self._forget_holder(sequence)
 
-def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    index = bisect.bisect_left(queue, sequence.order, key=_order)
-    if index < len(queue) and queue[index] is sequence:
-        del queue[index]
+    def _forget_holder(self, sequence: Sequence) -> None:
+        last = self._last_blocks.pop(sequence, None)
+        if last is not None:
+            queue = self.holders[last]
+            queue.remove(sequence)
+            if not queue:
+                del self.holders[last]

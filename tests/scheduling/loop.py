@@ -290,7 +290,7 @@ class Loop:
 
     def preempt(self, sequence: Sequence) -> None:
         """Preempt a sequence as if an earlier one needed its blocks."""
-        self.scheduler._preempt(sequence, 0, "blocks", sequence, wanted=1)
+        self.scheduler._preemption.preempt(sequence, 0, "blocks", sequence, wanted=1)
         self.check()
 
     # -- results ------------------------------------------------------------------------------------------------------
@@ -361,8 +361,25 @@ class Loop:
             assert self.swap.parcels == {s.swapped.parcel for s in live if s.swapped is not None}
             assert self.blocks.swapped == sum(s.swapped.count for s in live if s.swapped is not None)
         assert scheduler.num_live == len({s.request.id for s in live})
+        self._check_line()
         if self.features is not None:
             self._check_features()
+
+    def _check_line(self) -> None:
+        """Compare the queues with their plain definition: all that may start, sorted by rank, now and later."""
+        scheduler, queues = self.scheduler, self.scheduler._queues
+        startable = [s for s in queues.waiting if self.features is None or self.features.can_start(s)]
+        returning = set(queues.returning)
+        line = {s for s in startable if s not in queues.parked and s not in returning}
+        for later in (0, 1, 7, 1e6):
+            now = float(self.pool.step + later)
+            found = [s for s in queues.line.in_order(now) if s in line]
+            assert found == sorted(line, key=lambda s: scheduler.discipline.rank(s, now)), "the line is out of order"
+        assert {s for s in queues.waiting if s in queues.parked or s in queues.line} | returning >= set(startable)
+        assert not any(s in queues.parked and s in queues.line for s in queues.waiting)
+        assert queues.line._keys.keys() <= set(queues.waiting), "a sequence that does not wait is in the line"
+        holders = {s for s in queues.waiting if s.blocks}
+        assert {s: block for block, some in queues.holders.items() for s in some} == {s: s.blocks[-1] for s in holders}
 
     def _check_features(self) -> None:
         held = collections.Counter(
@@ -376,6 +393,18 @@ class Loop:
             if sequence.finish_reason is not None:
                 assert sequence.media_passed == sequence.media_held
         assert all(entries[span.key].state == "encoding" for span in self.encoding)
+        asked = {
+            (s, index)
+            for s in self.sequences
+            for index in range(s.media_passed, s.media_held)
+            if entries[s.request.media[index].key].state != "ready"
+        }
+        assert asked == {one for some in self.features._askers.values() for one in some}
+        waiting = set(self.scheduler.waiting)
+        assert self.features._holders._keys.keys() == {s for s in waiting if s.media_passed < s.media_held}
+        assert self.features._waiting._keys.keys() == {s for s in waiting if s.media_held < len(s.request.media)}
+        for line in (self.features._holders, self.features._waiting):
+            assert all(line._keys[s] == line.key(s) for s in line._keys), "out of order"
 
     def check_idle(self) -> None:
         self.check()

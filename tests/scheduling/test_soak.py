@@ -17,7 +17,7 @@ def test_properties_hold_for_many_steps(steps):
     assert report.steps >= steps
     assert report.max_rows >= 60
     assert report.max_live >= 65
-    assert report.longest_wait > 0.3
+    assert report.longest_wait > 0.2
     assert min(report.ended[reason] for reason in ("length", "stop", "abort")) > often
     assert min(report.events[kind] for kind in ("pause", "resume", "preempt")) > often
     assert report.encoded > often
@@ -27,6 +27,9 @@ def test_properties_hold_for_many_steps(steps):
 
 def test_without_aging_a_sequence_starves(monkeypatch):
     """Many urgent requests keep the others from being served, and the soak detects it."""
+    monkeypatch.setattr(SLOFirst, "cohort", lambda self, s: s.priority)
+    monkeypatch.setattr(SLOFirst, "level", lambda self, cohort, now: cohort)
+    monkeypatch.setattr(SLOFirst, "due", lambda self, s: 0.0)
     monkeypatch.setattr(SLOFirst, "rank", lambda self, s, now: (s.priority, 0.0, s.order))
     setting = Setting(
         config=SchedulerConfig(

@@ -1,0 +1,134 @@
+"""Which waiting sequences can start in the next step."""
+
+from omni_jax.requests import Sequence
+from omni_jax.scheduling.blocks import Blocks
+from omni_jax.scheduling.discipline import Discipline
+from omni_jax.scheduling.features import Features, can_start, computable
+from omni_jax.scheduling.preemption import Preemption
+from omni_jax.scheduling.queues import LOOKS, Queues
+
+
+class Admission:
+    """Finds the waiting sequences that start in a step, and gives them slots and blocks."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        blocks: Blocks,
+        features: Features | None,
+        discipline: Discipline,
+        preemption: Preemption,
+    ):
+        self._queues, self._blocks, self._features, self._discipline = queues, blocks, features, discipline
+        self._preemption = preemption
+
+    def acquire_features(self) -> None:
+        """Take references to the features that sequences need."""
+        if self._features is not None:
+            for sequence in self._features.acquire():
+                self._queues.file(sequence)
+
+    def coming(self, prefilling: list[Sequence], before: float) -> dict[bytes, Sequence]:
+        """The next block that each running sequence is about to compute, by digest, unless that sequence got no tokens
+        since `before`, the time of the last plan. Sequences that can wait for none of them return to the line."""
+        coming = {}
+        for sequence in prefilling:
+            digest = self._blocks.next_digest(sequence) if sequence.served_at >= before else None
+            if digest is not None and not self._blocks.is_cached(digest):
+                coming[digest] = sequence
+        queues = self._queues
+        if queues.free_slots or self._discipline.by_deadline:
+            for sequence in queues.parked.wake(set(coming.values()), LOOKS + len(queues.free_slots)):
+                queues.file(sequence)
+        return coming
+
+    def admissible(self, left: int, coming: dict[bytes, Sequence], held: frozenset[str], now: float) -> list[Sequence]:
+        """Waiting sequences that can start now, in order, until the budget is used. They hold their cache hits from now
+        on, and nothing else yet.
+
+        A step looks at a limited number of sequences. Those that must wait for a block or an image leave the line
+        meanwhile, so the next step looks at others.
+
+        Args:
+            left: Remaining token budget.
+            coming: See `coming`. A sequence waits if another one, or one found earlier, computes its next block.
+            held: Ids of requests that must wait.
+            now: The time.
+        """
+        queues, blocks, pool = self._queues, self._blocks, self._blocks.pool
+        slots = len(queues.free_slots)
+        if left <= 0 or not slots:
+            return []
+        found: list[Sequence] = []
+        # Blocks for each running sequence to grow, or a new one would soon be preempted, and blocks that those found
+        # here will take when they are admitted.
+        kept = blocks.num_reserved_for(queues.running)
+        for sequence in queues.next_in_line(slots + LOOKS, now, held):
+            if left <= 0 or slots <= len(found):
+                break
+            if sequence.pending:  # (d)
+                if self._discipline.by_deadline:
+                    continue
+                break  # no later sequence may overtake it
+            if not can_start(self._features, sequence):
+                queues.file(sequence)
+                continue
+            if not computable(self._features, sequence):
+                continue  # all tokens are computed, and its last one is in flight
+            hits = blocks.match(sequence)
+            ahead = blocks.next_digest(sequence, len(hits))
+            if ahead in coming:
+                owner = coming[ahead]
+                queues.park(sequence, owner, blocks.last_shared(sequence, owner, len(sequence.blocks) + len(hits)))
+                continue
+            own, alone = blocks.num_reserved(sequence), not queues.running and not found
+            extra = own + kept if blocks.compression is not None else 0 if alone else kept
+            need = blocks.missing(sequence, hits)
+            while alone and need + extra > pool.num_free and self._preemption.reclaim_shared(other_than=sequence):
+                need = blocks.missing(sequence, hits)
+            if need + extra > pool.num_free:
+                break
+            if not blocks.can_restore(sequence):
+                continue  # its blocks are being loaded, now that there is room for them
+            if hits:
+                need -= sum(pool.references(block) == 0 for block in hits)
+                self._take_hits(sequence, hits)
+                if not can_start(self._features, sequence):  # its next image is after the hits
+                    self.acquire_features()
+                    continue
+            found.append(sequence)
+            if ahead is not None:
+                coming[ahead] = sequence
+            kept += need + own
+            left -= computable(self._features, sequence)
+        return found
+
+    def _take_hits(self, sequence: Sequence, hits: list[int]) -> None:
+        self._blocks.take_hits(sequence, hits)
+        if self._features is not None:
+            self._features.release_passed(sequence)
+        self._queues.file(sequence)
+
+    def admit(self, sequence: Sequence, now: float) -> bool:
+        """Give a waiting sequence a slot, and blocks for all its tokens. Returns False if there are too few."""
+        blocks = self._blocks
+        need = blocks.missing(sequence)
+        taken = blocks.pool.allocate(need) if need > 0 else []
+        if taken is None:
+            return False
+        sequence.blocks += taken
+        if sequence.swapped is not None:
+            kept = sequence.swapped.first
+            if not blocks.restore(sequence):
+                self._preemption.truncate(sequence, kept)  # recomputing may take more blocks than it has now
+                self._preemption.enqueue(sequence)
+                return False
+        self._queues.admit(sequence)
+        if self._features is not None:
+            self._features.admitted(sequence)
+        sequence.admitted_class = self._discipline.rank(sequence, now)[0]
+        if sequence.scheduled_at is None:
+            sequence.scheduled_at = now
+            if not sequence.index:
+                blocks.count_hits(sequence)
+        return True

@@ -1,0 +1,193 @@
+"""Who loses a slot or blocks, and to whom: a decoding sequence without a free block, a more urgent class."""
+
+import math
+from collections.abc import Callable
+
+from omni_jax.requests import Sequence
+from omni_jax.scheduling.blocks import Blocks
+from omni_jax.scheduling.discipline import Discipline
+from omni_jax.scheduling.events import Cause, Event
+from omni_jax.scheduling.features import Features, can_start, computable
+from omni_jax.scheduling.queues import LOOKS, Queues
+
+
+class Preemption:
+    """Takes slots and blocks from sequences for others.
+
+    Args:
+        queues, blocks, features, discipline: Those of the scheduler.
+        record: Takes the event of each preemption.
+
+    Attributes:
+        count: Number of times that a sequence lost its slot (a counter).
+    """
+
+    def __init__(
+        self,
+        queues: Queues,
+        blocks: Blocks,
+        features: Features | None,
+        discipline: Discipline,
+        record: Callable[[Event], None],
+    ):
+        self._queues, self._blocks, self._features, self._discipline = queues, blocks, features, discipline
+        self._pool = blocks.pool
+        self._record = record
+        self.count = 0
+
+    # -- what a sequence holds ----------------------------------------------------------------------------------------
+
+    def truncate(self, sequence: Sequence, keep: int) -> None:
+        """Free a sequence's blocks after the first `keep`, and drop its features."""
+        self._blocks.truncate(sequence, keep)
+        if self._features is not None:
+            self._features.release(sequence)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait, for the first time or again. It holds no features."""
+        self._queues.remove(sequence)
+        if self._features is not None:
+            self._features.track(sequence)
+        self._queues.add(sequence)
+
+    # -- for a decoding sequence --------------------------------------------------------------------------------------
+
+    def grow(self, sequence: Sequence, now: float) -> bool:
+        """Allocate the block for one more token, preempting the last in the order of service if none is free. Returns
+        False if the sequence was preempted itself, or nothing could be."""
+        missing = self._pool.blocks_for(sequence.rows + 1) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        while True:
+            taken = self._pool.allocate(missing)
+            if taken is not None:
+                sequence.blocks += taken
+                return True
+            if self.reclaim_shared(other_than=sequence):
+                continue
+            candidates = [s for s in self._queues.running if self._blocks.is_preemptible(s)]
+            candidates.sort(key=lambda s: self._discipline.rank(s, now))
+            preempted = None
+            while candidates and preempted is None:
+                victim, keep = candidates.pop(), 0
+                if self._discipline.by_deadline and victim is not sequence:
+                    keep = max(len(victim.blocks) - missing, 0)
+                if self.preempt(victim, keep, "blocks", sequence, wanted=missing - self._pool.num_free):
+                    preempted = victim
+            if preempted is None or preempted is sequence:
+                return False
+
+    def reclaim_shared(self, other_than: Sequence) -> bool:
+        """Free blocks that only waiting sequences hold, those of the last to arrive first. Returns whether there were
+        any."""
+        # Shared blocks are prompt prefixes, at the same place in each sequence. A sequence that shares its last block
+        # shares all of them, and they become free when all that hold the last one have dropped it.
+        kept: dict[int, set[int]] = {}  # the blocks at a place of all sequences that keep theirs
+        found: list[Sequence] = []
+        for block, holders in self._queues.holders.items():
+            last = holders[-1]
+            if (found and last.order < found[-1].order) or other_than in holders:
+                continue
+            at = len(last.blocks) - 1
+            if at not in kept:
+                keep = (*self._queues.running, other_than)
+                kept[at] = {s.blocks[at] for s in keep if len(s.blocks) > at}
+            if block not in kept[at]:
+                found = [s for s in holders if not s.dropped]
+        for sequence in reversed(found):
+            self.truncate(sequence, 0)
+            self.enqueue(sequence)
+        return bool(found)
+
+    # -- for a more urgent class --------------------------------------------------------------------------------------
+
+    def make_room_for_urgent(
+        self, left: int, prefilling: list[Sequence], coming: dict[bytes, Sequence], held: frozenset[str], now: float
+    ) -> bool:
+        """Take slots and blocks from sequences of less urgent classes for waiting ones that can then run.
+
+        The least urgent sequence loses its slot first, then its last blocks. The taker counts by its present class, the
+        victim by its class when it was admitted, aging included. So two sequences cannot take from each other in turn,
+        and a sequence admitted because it had waited long keeps what it has.
+
+        Args:
+            left: Remaining token budget.
+            prefilling: Running sequences with tokens to prefill. Those that rank before a taker use the budget first.
+            coming: See Admission.coming. A sequence that waits for one of these blocks takes nothing.
+            held: Ids of requests that must wait.
+            now: The time.
+
+        Returns:
+            Whether a running sequence lost its slot.
+        """
+        queues, blocks, rank, before = self._queues, self._blocks, self._discipline.rank, self.count
+        owners = (*queues.running, *(s for some in queues.holders.values() for s in some))
+        holders = [s for s in owners if s.admitted_class < math.inf and blocks.is_preemptible(s)]
+        least = max((s.admitted_class for s in holders), default=-math.inf)
+        ahead = None  # running sequences by descending rank
+        slots, free = len(queues.free_slots), self._unreserved()
+        for sequence in queues.next_in_line(LOOKS, now, held):
+            if sequence.priority >= least or sequence.pending or not can_start(self._features, sequence):
+                continue
+            if ahead is None:
+                ahead = sorted(((rank(s, now), s) for s in prefilling), reverse=True)
+            while ahead and ahead[-1][0] < rank(sequence, now):
+                left -= computable(self._features, ahead.pop()[1])
+            if left < 0 or (left == 0 and (slots or prefilling)):
+                break  # it could not run in this step
+            hits = blocks.match(sequence)
+            if blocks.next_digest(sequence, len(hits)) in coming or not blocks.can_restore(sequence):
+                continue
+            need = blocks.missing(sequence, hits)
+            if blocks.compression is not None:
+                need += blocks.num_reserved(sequence)
+            if slots < 1 or need > free:
+                less = [s for s in holders if s.admitted_class > sequence.priority and (s.slot is not None or s.blocks)]
+                obtainable = free + sum(len(s.blocks) for s in less)
+                if obtainable < need or (slots < 1 and all(s.slot is None for s in less)):
+                    least = min(least, sequence.priority)  # others of its class would find no more
+                    continue
+                less.sort(key=lambda s: rank(s, now))
+                self._take_from(less, sequence, slot=slots < 1, blocks=need - free)
+                slots, free = len(queues.free_slots), self._unreserved()
+            slots, free, left = slots - 1, free - need - 1, left - computable(self._features, sequence)
+        return self.count != before
+
+    def _unreserved(self) -> int:
+        """Number of free blocks beyond those reserved for running sequences to grow."""
+        return self._pool.num_free - self._blocks.num_reserved_for(self._queues.running)
+
+    def _take_from(self, less: list[Sequence], taker: Sequence, *, slot: bool, blocks: int) -> None:
+        """Take a slot, if `slot`, and `blocks` blocks from sequences in order of service, the last one first."""
+        while (slot or blocks > 0) and less:
+            victim = less.pop()
+            keep = len(victim.blocks) - min(len(victim.blocks), max(blocks, 0))
+            before = self._pool.num_free
+            if victim.slot is not None:
+                slot = not self.preempt(victim, keep, "class", taker, wanted=blocks) and slot
+            elif keep < len(victim.blocks):
+                self._preempt_blocks(victim, keep, "class", taker, wanted=blocks)
+                self.enqueue(victim)
+            blocks -= self._pool.num_free - before
+
+    def _preempt_blocks(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence, *, wanted: int) -> bool:
+        """Free or swap out a sequence's blocks after the first `keep` for another that wants `wanted` of them. Returns
+        False if none were: a compressed sequence that cannot be swapped out keeps its blocks."""
+        held = len(sequence.blocks)
+        swapped = self._blocks.preempt(sequence, keep, max(wanted, 0))
+        if swapped is None:
+            return False
+        if self._features is not None:
+            self._features.release(sequence)
+        lost = held - len(sequence.blocks)
+        self._record(Event(kind="preempt", sequence=sequence, cause=cause, by=by.name, blocks=lost, swapped=swapped))
+        return True
+
+    def preempt(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence, *, wanted: int) -> bool:
+        """Requeue a running sequence, with its first `keep` blocks, for another sequence. Returns False if it keeps its
+        slot, see _preempt_blocks."""
+        if not self._preempt_blocks(sequence, keep, cause, by, wanted=wanted):
+            return False
+        self.count += 1
+        self.enqueue(sequence)
+        return True
