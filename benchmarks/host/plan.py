@@ -7,10 +7,11 @@ Times are CPU times of this process in milliseconds.
 """
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -225,14 +226,13 @@ def compressed(running: int, ratio: float) -> Steps:
 
 def continuations(number: int) -> Steps:
     """Continuations wait with the blocks of their prompts, and the running sequences need blocks."""
-    running = number // 127
-    blocks = running * 13 + 3
+    running = number // 100
+    blocks = running * 15
     made = empty(running, by_deadline=False, max_model_len=blocks * BLOCK, num_blocks=blocks)
     for i in range(running):
         made.add(request(f"n{i}", prompt(i), max_tokens=200, n=128))
     steps = Steps(made)
-    while len(made.waiting) < number:
-        steps.step()
+    steps.run(10)
     steps.plans.clear()
     return steps
 
@@ -254,25 +254,28 @@ def long_prompt(cached: bool) -> Steps:
     return steps
 
 
-def cases() -> Iterator[tuple[str, Steps, int]]:
-    """The name of each case, its steps, and the number of steps to measure."""
+def cases() -> Iterator[tuple[str, Callable[[], Steps], int]]:
+    """The name of each case, a function that makes it, and the number of steps to measure."""
     for by_deadline in (False, True):
         kind = "slo" if by_deadline else "fcfs"
+        some = functools.partial(crowd, by_deadline=by_deadline)
         for number in (1000, 10_000, 100_000):
-            yield f"{kind}, {number:,} wait, some end in each step", crowd(number, by_deadline=by_deadline), 60
-        yield f"{kind}, 10,000 wait, swap", crowd(10_000, by_deadline=by_deadline, swap=True, num_blocks=4000), 60
-        yield f"{kind}, 10,000 wait, compression", crowd(10_000, by_deadline=by_deadline, ratio=0.5), 60
-        yield f"{kind}, burst of 4,000 that share 2,048 tokens", shared_burst(4000, by_deadline=by_deadline), 30
+            yield f"{kind}, {number:,} wait, some end in each step", functools.partial(some, number), 60
+        yield f"{kind}, 10,000 wait, swap", functools.partial(some, 10_000, swap=True, num_blocks=4000), 60
+        yield f"{kind}, 10,000 wait, compression", functools.partial(some, 10_000, ratio=0.5), 60
+        shared = functools.partial(shared_burst, 4000, by_deadline=by_deadline)
+        yield f"{kind}, burst of 4,000 that share 2,048 tokens", shared, 30
         for same in (False, True):
             name = "the same picture" if same else "pictures"
-            yield f"{kind}, burst of 10,000 with {name}", pictures(10_000, by_deadline=by_deadline, same=same), 30
-    yield "slo, class 5 runs, 10,000 of class 3 wait", urgent_crowd(10_000), 30
+            burst = functools.partial(pictures, 10_000, by_deadline=by_deadline, same=same)
+            yield f"{kind}, burst of 10,000 with {name}", burst, 30
+    yield "slo, class 5 runs, 10,000 of class 3 wait", functools.partial(urgent_crowd, 10_000), 30
     for running, ratio in itertools.product((64, 128, 256), (0.0, 0.5)):
-        yield f"fcfs, {running} decode, compression {ratio}", compressed(running, ratio), 60
+        yield f"fcfs, {running} decode, compression {ratio}", functools.partial(compressed, running, ratio), 60
     for number in (2000, 4000, 8000):
-        yield f"fcfs, {number:,} continuations wait, one needs a block", continuations(number), 30
+        yield f"fcfs, {number:,} continuations wait, one needs a block", functools.partial(continuations, number), 60
     for cached in (False, True):
-        yield f"fcfs, 128k tokens arrive, {'cached' if cached else 'new'}", long_prompt(cached), 70
+        yield f"fcfs, 128k tokens arrive, {'cached' if cached else 'new'}", functools.partial(long_prompt, cached), 70
 
 
 def main() -> None:
@@ -284,10 +287,13 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=64, help="sequences that decode")
     parser.add_argument("--waiting", type=int, default=64, help="sequences that wait for a slot")
     parser.add_argument("--rounds", type=int, default=1000, help="measured steps")
-    parser.add_argument("--cases", action="store_true", help="measure crowds instead")
+    parser.add_argument("--cases", nargs="?", const="", help="measure crowds instead: those whose names contain this")
     given = parser.parse_args()
-    if given.cases:
-        for name, steps, rounds in cases():
+    if given.cases is not None:
+        for name, make, rounds in cases():
+            if given.cases not in name:
+                continue
+            steps = make()
             steps.run(rounds)
             plans = [1e3 * seconds for seconds in steps.plans]
             first, median, most = plans[0], statistics.median(plans), max(plans[1:])
