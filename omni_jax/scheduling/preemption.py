@@ -85,7 +85,7 @@ class Preemption:
         kept: dict[int, set[int]] = {}  # the blocks at a place of all sequences that keep theirs
         found: list[Sequence] = []
         for block, holders in self._queues.holders.items():
-            last = holders[-1]
+            last: Sequence = next(reversed(holders))
             if (found and last.order < found[-1].order) or other_than in holders:
                 continue
             at = len(last.blocks) - 1
