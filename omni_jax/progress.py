@@ -1,6 +1,7 @@
 """Progress of long tasks: bars on a terminal, a few lines elsewhere."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,11 +17,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+logger = logging.getLogger(__name__)
+
 Report = Callable[[str, int, int], None]  # (current item, bytes done, total bytes)
 # (stage, done, total, current item); stages are "load", which counts bytes, and "compile", which counts executables
 StageReport = Callable[[str, int, int, str], None]
 
 START_SHARES = {"load": (0.0, 0.2), "compile": (0.2, 1.0)}  # parts of the bar of a start, by typical duration
+
+LOG_SECONDS = 30.0  # between two lines in the log, where there is no terminal
 
 
 @contextlib.contextmanager
@@ -65,13 +70,16 @@ def _lines(title: str, console: Console) -> Iterator[Report]:
 
 
 @contextlib.contextmanager
-def stage_bars(console: Console | None = None) -> Iterator[StageReport | None]:
-    """Yield a function that reports stages, or None without a terminal, where the log is enough.
+def stage_bars(console: Console | None = None) -> Iterator[StageReport]:
+    """Yield a function that reports stages: as bars on a terminal, elsewhere as a line in the log every 30 s.
 
     Loading and compiling share one bar, which ends when the engine can take requests. Any other stage has its own bar.
     Bars are shown until they are full, or until the context ends.
     """
     console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield _log_stages()
+        return
     bars: dict[str, tuple[Progress, TaskID]] = {}
 
     def report(stage: str, done: int, total: int, item: str) -> None:
@@ -89,10 +97,24 @@ def stage_bars(console: Console | None = None) -> Iterator[StageReport | None]:
             progress.stop()
 
     try:
-        yield report if console.is_terminal else None
+        yield report
     finally:
         for progress, _ in bars.values():
             progress.stop()
+
+
+def _log_stages() -> StageReport:
+    """A function that logs what it is told, at most once in LOG_SECONDS."""
+    logged = time.monotonic()
+
+    def report(stage: str, done: int, total: int, item: str) -> None:
+        nonlocal logged
+        if time.monotonic() - logged >= LOG_SECONDS:
+            logged = time.monotonic()
+            title = "starting" if stage in START_SHARES else stage
+            logger.info("%s: %s %s", title, _count(stage, done, total), item)
+
+    return report
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ def kv_study(
                 make=lambda config: Engine(config, progress),
                 kept=kept,
                 measured=measured,
-                done=lambda name, done, of: progress(name, done, of, "windows") if progress else None,
+                done=lambda name, done, of: progress(name, done, of, "windows"),
             )
         report = write_results(out, results, facts)
     except OtherSettings as error:

@@ -161,8 +161,9 @@ def _compiler(gpu: str, wanted: bool) -> Any:
 
     def compile_programs(model, settings, devices):
         with stage_bars() as bars:
-            report = None if bars is None else lambda name, done, total: bars("compile", done, total, name)
-            return compiled_programs(model, settings, devices, gpu, progress=report)
+            return compiled_programs(
+                model, settings, devices, gpu, progress=lambda name, done, total: bars("compile", done, total, name)
+            )
 
     return compile_programs
 

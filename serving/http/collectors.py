@@ -102,13 +102,6 @@ class EngineCollector(Collector):
             yield make.single(GaugeMetricFamily, name, text, getattr(stats, field))
         for name, field, text in _COUNTERS:
             yield make.single(CounterMetricFamily, name, text, getattr(stats, field))
-        yield make.by_label(
-            CounterMetricFamily,
-            "vllm:request_success",
-            "Count of successfully processed requests.",
-            "finished_reason",
-            stats.requests_finished,
-        )
         text = "Number of images and videos in requests."
         yield make.by_label(CounterMetricFamily, "omni_jax:mm_items", text, "modality", stats.mm_items)
         yield make.info(

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+from email.utils import formatdate
 from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
+from aiohttp.http import SERVER_SOFTWARE
 from aiohttp.http_exceptions import LineTooLong
 
 from serving.http.errors import REQUEST_ID, ApiError, to_api_error
@@ -140,14 +142,21 @@ class Connection(web.RequestHandler):
             return
         if self._began:  # otherwise it sent nothing, and does not wait for an answer
             seconds = self._settings.header_timeout
-            logger.info("%s: no whole request head within %g s; closed", self.peername, seconds)
-            body = ApiError(408, f"the head of the request did not arrive within {seconds:g} s").body().encode()
+            error, request_id = ApiError(408, f"the head of the request did not arrive within {seconds:g} s"), new_id()
+            logger.info("%s: %d, %s (%s)", self._client, error.status, error.message, request_id)
+            body = error.body().encode()
             head = (
                 "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json; charset=utf-8\r\n"
+                f"X-Request-Id: {request_id}\r\nDate: {formatdate(usegmt=True)}\r\nServer: {SERVER_SOFTWARE}\r\n"
                 f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
             )
             self._socket.write(head.encode() + body)
         self.force_close()
+
+    @property
+    def _client(self) -> str:
+        """The client's address, as `request.remote` has it."""
+        return str(self.peername[0] if isinstance(self.peername, tuple) else self.peername)
 
     @property
     def _unsent(self) -> int:
@@ -163,7 +172,7 @@ class Connection(web.RequestHandler):
         if self._unsent < before:
             self._watch_unsent(self._unsent)
             return
-        logger.info("%s does not read its response: closed after %g s", self.peername, self._settings.send_timeout)
+        logger.info("%s does not read its response: closed after %g s", self._client, self._settings.send_timeout)
         self._socket.abort()
 
 

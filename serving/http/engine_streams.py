@@ -37,9 +37,11 @@ async def stream_deltas(server: Server, requests: Sequence[Request]) -> AsyncIte
     check_open(server)
     arrived: asyncio.Queue[PromptDelta | asyncio.Task[None]] = asyncio.Queue()
     unfinished: set[str] = set()
+    unread: dict[str, Request] = {}  # submitted, and their reader has not begun
     tasks: list[asyncio.Task[None]] = []
 
     async def read(position: int, request: Request, stream: AsyncIterator[Delta]) -> None:
+        del unread[request.id]
         async for delta in _measured(stream, request, server.metrics):
             arrived.put_nowait((position, delta))
         unfinished.discard(request.id)
@@ -48,6 +50,7 @@ async def stream_deltas(server: Server, requests: Sequence[Request]) -> AsyncIte
         for position, request in enumerate(requests):
             stream = server.engine.submit(request)
             unfinished.add(request.id)
+            unread[request.id] = request
             task = asyncio.create_task(read(position, request, stream))
             task.add_done_callback(arrived.put_nowait)
             tasks.append(task)
@@ -59,6 +62,8 @@ async def stream_deltas(server: Server, requests: Sequence[Request]) -> AsyncIte
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for request in unread.values():
+            server.metrics.choices_ended(["abort"] * request.params.n)
 
 
 async def _batches(arrived: asyncio.Queue, running: int) -> AsyncGenerator[list[PromptDelta], None]:
@@ -127,16 +132,21 @@ async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Met
             if delta.finish_reason:
                 reasons[delta.index] = delta.finish_reason
             yield delta
+    except Exception:
+        reasons = {index: "error" if reason == "abort" else reason for index, reason in reasons.items()}
+        raise
     finally:
         seconds = time.monotonic() - request.arrival
         _log_end(request, cached, generated, first_token, seconds, sorted(set(reasons.values())))
-    if not {"error", "abort"} & set(reasons.values()):
-        metrics.request_finished(
-            seconds=seconds,
-            prompt_tokens=len(request.prompt_ids),
-            generated_tokens=generated,
-            params=request.params,
-        )
+        # Both here, so that they agree: the engine may end a request while its client leaves.
+        metrics.choices_ended(reasons.values())
+        if not {"error", "abort"} & set(reasons.values()):
+            metrics.request_finished(
+                seconds=seconds,
+                prompt_tokens=len(request.prompt_ids),
+                generated_tokens=generated,
+                params=request.params,
+            )
 
 
 def _log_end(

@@ -39,6 +39,8 @@ _CHUNK = 2**18  # characters decoded at once, so that other threads can run in b
 _REMOVED_FROM_URLS = str.maketrans("", "", "\t\n\r")
 _BASE64 = re.compile(r"; *base64 *$", re.IGNORECASE | re.ASCII)  # at the end of a media type
 _WHITE = " \t\r\n\f"
+# What files of images begin with as base64 (JPEG, PNG, GIF, RIFF), or far more of its letters than a path has.
+_BARE_BASE64 = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR)[A-Za-z0-9+/=\s]*\Z|[A-Za-z0-9+/]{256}")
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -295,6 +297,8 @@ def _local_path(url: str) -> str:
 
 
 def _read_file(path: str, access: MediaAccessSettings) -> bytes:
+    if _BARE_BASE64.match(path):
+        raise InvalidRequest("base64 alone is not a URL; put a header before it, as in data:image/png;base64,iVBO...")
     root = access.allowed_local_media_path
     if root is None:
         raise InvalidRequest("local files are not allowed by this server; use an http(s) URL or a data: URI")

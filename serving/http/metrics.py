@@ -1,9 +1,9 @@
 """The app's Prometheus metrics: those of vLLM under its names and descriptions, others under `omni_jax:`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
 from omni_jax.requests import SamplingParams
 from omni_jax.telemetry.figures import REQUEST_SECONDS
@@ -54,6 +54,13 @@ class Metrics:
             family = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
             return family.labels(model_name)
 
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["model_name", *labels], registry=self._registry)
+
+        ended = counter("vllm:request_success", "Count of successfully processed requests.", "finished_reason")
+        self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
+        self._model_name = model_name
+        self._responses = counter("omni_jax:http_responses", "Number of HTTP responses.", "endpoint", "status")
         self._first_token = histogram(
             "time_to_first_token_seconds", "Histogram of time to first token in seconds.", _FIRST_TOKEN_SECONDS
         )
@@ -78,6 +85,19 @@ class Metrics:
         """Records `tokens` that arrived together, `seconds` after the choice's previous ones."""
         for _ in range(tokens):
             self._inter_token.observe(seconds / tokens)
+
+    def choices_ended(self, reasons: Iterable[str]) -> None:
+        """Records the finish reasons of an engine request, one per choice."""
+        for reason in reasons:
+            self._ended[reason].inc()
+
+    def responded(self, endpoint: str, status: int) -> None:
+        """Records an HTTP response.
+
+        Args:
+            endpoint: the path of a route, never what a client chose.
+        """
+        self._responses.labels(self._model_name, endpoint, str(status)).inc()
 
     def request_finished(
         self, *, seconds: float, prompt_tokens: int, generated_tokens: int, params: SamplingParams

@@ -102,7 +102,7 @@ def make_app(
             web.post("/reset_prefix_cache", _reset_prefix_cache),
         ]
     )
-    app.on_response_prepare.extend([_send_request_id, response_headers(security)])
+    app.on_response_prepare.extend([_send_request_id, _count_response, response_headers(security)])
     app.cleanup_ctx.append(_resources)
     return app
 
@@ -133,6 +133,11 @@ async def _arrived(request: web.Request, handler: Handler) -> web.StreamResponse
 async def _send_request_id(request: web.Request, response: web.StreamResponse) -> None:
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
+
+
+async def _count_response(request: web.Request, response: web.StreamResponse) -> None:
+    resource = request.match_info.route.resource  # None: there is no such route
+    request.app[SERVER].metrics.responded(resource.canonical if resource else "other", response.status)
 
 
 def _key_check(api_keys: Sequence[str]) -> Any:

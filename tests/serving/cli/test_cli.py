@@ -612,13 +612,23 @@ def test_progress_without_a_terminal_is_a_few_lines():
 def test_progress_of_a_start(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
     with stage_bars(console) as report:
-        assert (report is not None) == terminal
-        for done in range(1, 11) if terminal else ():
+        for done in range(1, 11):
             report("load", done * 10**6, 10**7, f"tensor {done}")
-        if terminal:
-            report("compile", 1, 12, "body 32")  # and fails there
+        report("compile", 1, 12, "body 32")  # and fails there
     shown = console.file.getvalue()
     assert ("starting" in shown and "programs: 1 of 12" in shown) == terminal
+
+
+def test_progress_of_a_start_without_a_terminal_is_a_line_in_the_log_every_30_seconds(monkeypatch, caplog):
+    now = 100.0
+    monkeypatch.setattr("omni_jax.progress.time.monotonic", lambda: now)
+    with caplog.at_level("INFO", logger="omni_jax.progress"), stage_bars(Console(file=io.StringIO())) as report:
+        for done in range(1, 13):
+            now += 10.0
+            report("compile", done, 12, f"body {done}")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"starting: programs: {done} of 12 body {done}" for done in (3, 6, 9, 12)
+    ]
 
 
 def test_the_reader_is_where_the_cli_expects_it():

@@ -144,7 +144,8 @@ async def test_compressed_bodies(engine):
 
 
 @pytest.mark.parametrize("before", [b"", GET + b"\r\n"])
-async def test_half_a_head_is_answered_and_closed(engine, before):
+async def test_half_a_head_is_answered_and_closed(engine, before, caplog):
+    caplog.set_level("INFO", logger="serving.http.connections")
     async with serving(engine, header_timeout=0.2) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(client.base.rpartition(":")[2]))
         if before:
@@ -157,6 +158,11 @@ async def test_half_a_head_is_answered_and_closed(engine, before):
         writer.close()
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 408
+        headers = dict(line.split(": ", 1) for line in answer.decode().partition("\r\n\r\n")[0].splitlines()[1:])
+        assert {"X-Request-Id", "Date", "Server"} <= headers.keys()
+        (line,) = [record.getMessage() for record in caplog.records if "408" in record.getMessage()]
+        assert line.startswith("127.0.0.1: 408, the head of the request did not arrive")
+        assert line.endswith(f"({headers['X-Request-Id']})")
 
 
 async def test_a_connection_without_a_request_is_closed(engine):

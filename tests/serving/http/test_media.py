@@ -558,6 +558,15 @@ def files(tmp_path):
     return allowed
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_bare_base64_needs_a_header(tmp_path, allowed):
+    options = {"allowed_local_media_path": tmp_path} if allowed else {}
+    for data in (b"\x89PNG\r\n\x1a\n" + bytes(30), b"\xff\xd8\xff\xe0" + bytes(9), b"RIFF" + bytes(20), bytes(999)):
+        source = base64.b64encode(data).decode()
+        await assert_rejected(source, match="base64 alone is not a URL", **options)
+        await assert_rejected(f"/{source[:9]}/cat.png", match="local file", **options)
+
+
 async def test_sec_02_local_files_are_off_by_default(files):
     messages = set()
     for source in ("/etc/passwd", "file:///etc/passwd", f"{files}/a b.png", f"file://{files}/nothing", "a.png", "../x"):

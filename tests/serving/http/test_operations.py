@@ -5,9 +5,12 @@ import re
 
 import pytest
 
+from omni_jax.requests import Request, SamplingParams
 from omni_jax.telemetry.figures import BOUNDS
+from serving.http.engine_streams import stream_deltas
 from serving.http.server import OPEN_PATHS, make_app
 from serving.http.settings import SecuritySettings, ServerSettings
+from serving.http.state import SERVER
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, FakeInfo
 from tests.serving.http.test_streaming import wait_until
@@ -21,6 +24,10 @@ async def metrics(client) -> dict[str, float]:
         assert response.status == 200
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = await response.text()
+    return samples_of(text)
+
+
+def samples_of(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^([^#\s]\S*(?:\{.*\})?) (\S+)$", text, re.M)}
 
 
@@ -120,6 +127,53 @@ async def test_op_04_metrics_add_up(client, engine):
         assert samples[f"{counter}_total{label}"] >= 0
     assert samples[f"omni_jax:compiles_after_warmup_total{label}"] == 0
     assert samples['vllm:cache_config_info{block_size="16",model_name="fake",num_gpu_blocks="63"}'] == 1
+
+
+async def test_a_client_that_leaves_after_the_last_token_is_counted_alike_everywhere(engine):
+    """The engine has ended the request, but nobody has read its last tokens."""
+    server = make_app(engine, settings=ServerSettings(served_model_name=("fake",)))[SERVER]
+    for leave_at in range(12):
+        request = Request(id=f"r{leave_at}", prompt_ids=(1, 2), params=SamplingParams(max_tokens=1), arrival=0.0)
+
+        async def serve(request=request):
+            async with stream_deltas(server, [request]) as batches:
+                return [batch async for batch in batches]
+
+        task = asyncio.create_task(serve())
+        for _ in range(leave_at):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    samples = samples_of(server.metrics.exposition().decode())
+    ended = {
+        reason: samples[f'vllm:request_success_total{{finished_reason="{reason}",model_name="fake"}}']
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert ended["abort"] > 1
+    assert ended["length"] > 1
+    assert sum(ended.values()) == len(engine.requests)
+    assert ended["length"] == samples['vllm:e2e_request_latency_seconds_count{model_name="fake"}']
+
+
+async def test_responses_are_counted_by_route_and_status(client, engine):
+    await client.chat()
+    await client.chat(n=0)
+    await client.get("/nothing/" + "x" * 50)
+    await client.get("/v1/models/fake")
+    await client.get("/v1/completions")
+    samples = await metrics(client)
+    counted = {key: value for key, value in samples.items() if key.startswith("omni_jax:http_responses_total")}
+
+    def of(endpoint: str, status: int) -> str:
+        return f'omni_jax:http_responses_total{{endpoint="{endpoint}",model_name="fake",status="{status}"}}'
+
+    assert counted == {
+        of("/v1/chat/completions", 200): 1,
+        of("/v1/chat/completions", 400): 1,
+        of("other", 404): 1,
+        of("other", 405): 1,
+        of("/v1/models/{model}", 200): 1,
+    }
 
 
 async def test_metrics_and_stats_report_the_attention_implementation():
