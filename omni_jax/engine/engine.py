@@ -199,8 +199,9 @@ class Engine:
         if not request.arrival:
             request = dataclasses.replace(request, arrival=time.monotonic())
         request = self._with_deadlines(request)
-        for sequence in self._scheduler.add(request):
-            self._detokenizers[sequence] = Detokenizer(self.tokenizer, request.params, request.prompt_ids)
+        # They are made first: a sequence that is queued without one could never end.
+        made = [Detokenizer(self.tokenizer, request.params, request.prompt_ids) for _ in range(request.params.n)]
+        self._detokenizers.update(zip(self._scheduler.add(request), made, strict=True))
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs[request.id] = [None]
         before = -1

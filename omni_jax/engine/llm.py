@@ -456,8 +456,9 @@ class LLM:
         return output
 
     def _add(self, request: Request) -> None:
-        self.engine.add(request)
-        self._deltas[request.id] = collections.deque()
+        with interrupts_deferred():  # as in _step
+            self.engine.add(request)
+            self._deltas[request.id] = collections.deque()
 
     def _step(self) -> list[Delta]:
         """Run one step of the engine and store its deltas, which may belong to several callers such as open streams.

@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from omni_jax.engine import engine as engine_module
+from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.requests import EngineError, InvalidRequest, SamplingParams
 from tests import tiny
 from tests.engines import alone, assert_idle, greedy, load_tiny, make_engine, request, run
@@ -530,3 +532,37 @@ def test_op_02_steps_that_keep_failing_end_the_engine(main, monkeypatch):
     assert [(d.request_id, d.finish_reason, d.error) for d in deltas] == [(n, "error", "sorry") for n in "bc"]
     assert_idle(engine)
     assert not engine.has_work
+
+
+def test_fail_ends_all_requests_whatever_they_wait_for(main):
+    """Amid prompts, with siblings that wait for a prefill or are queued by it, and with steps in flight."""
+    for steps in (0, 1, 2, 3, 5, 8, 13):
+        engine = make_engine(main)
+        for i, length in enumerate((33, 17, 5, 100)):
+            engine.add(request(str(i), length, greedy(n=1 + i % 3, max_tokens=6 + 3 * i)))
+        ended = [delta for _ in range(steps) for delta in engine.step() if delta.finish_reason is not None]
+        ended += engine.fail("sorry")
+        assert sorted((d.request_id, d.index) for d in ended) == [
+            (str(i), index) for i in range(4) for index in range(1 + i % 3)
+        ]
+        assert not engine.has_work
+        assert_idle(engine)
+
+
+def test_a_request_that_could_not_be_added_is_not_live(main, monkeypatch):
+    """Queued without a detokenizer, it was no business of `fail`, and the engine had work for ever."""
+    engine, made = make_engine(main), []
+
+    def broken(*args):
+        made.append(args)
+        if len(made) == 2:
+            raise RuntimeError("no detokenizer")
+        return Detokenizer(*args)
+
+    monkeypatch.setattr(engine_module, "Detokenizer", broken)
+    with pytest.raises(RuntimeError, match="no detokenizer"):
+        engine.add(request("a", 5, greedy(n=2)))
+    assert engine.fail("sorry") == []
+    assert not engine.has_work
+    assert_idle(engine)
+    assert run(engine, request("a", 5, greedy(max_tokens=2)))["a", 0].tokens

@@ -264,6 +264,22 @@ def test_ctrl_c_hands_back_what_is_done(llm, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_while_a_request_is_queued_leaves_the_engine_idle(llm, monkeypatch):
+    add = llm.engine._scheduler.add
+
+    def interrupted(request):
+        sequences = add(request)
+        os.kill(os.getpid(), signal.SIGINT)
+        return sequences
+
+    monkeypatch.setattr(llm.engine._scheduler, "add", interrupted)
+    with pytest.raises(Interrupted, match="0 of 1 prompts were done"):
+        llm.generate("hello", greedy(max_tokens=3))
+    monkeypatch.undo()
+    assert not llm.engine.has_work
+    assert_idle(llm.engine)
+
+
 def test_a_second_ctrl_c_does_not_wait():
     reached = []
 
