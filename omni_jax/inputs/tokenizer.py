@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from omni_jax.inputs.chat import clean_text, map_strings, normal_messages
+from omni_jax.inputs.chat_bounds import check_items, check_size
 from omni_jax.inputs.chat_templates import TEMPLATE_ERRORS, find_template, render, template_form
 from omni_jax.inputs.control_tokens import ControlTokens
 from omni_jax.inputs.token_bounds import count_unlocked, encode_unlocked, exceeds, max_token_bytes, too_long
@@ -227,7 +228,8 @@ class Tokenizer:
                 add_generation_prompt.
             tools: OpenAI tool objects.
             template_kwargs: additional variables for the template.
-            max_tokens: refuse a conversation that certainly has more tokens, before all of it is encoded.
+            max_tokens: refuse a conversation that certainly has more tokens, before all of it is encoded, and one of
+                far more data before it is rendered (see chat_bounds).
 
         Raises:
             InvalidRequest: the messages are invalid (see normal_messages), a text has an unpaired surrogate, the
@@ -253,7 +255,13 @@ class Tokenizer:
             return map_strings(value, lambda text: self._control.escape(clean_text(text, param), nonce), param=param)
 
         form = self._forms[bool(tools)]
-        conversation = escape(normal_messages(messages, modalities=modalities, form=form), "messages")
+        if max_tokens is not None:
+            check_items(messages, max_tokens)
+        normal = normal_messages(messages, modalities=modalities, form=form)
+        if max_tokens is not None:
+            given = {"messages": normal, "tools": tools, "chat_template_kwargs": template_kwargs}
+            check_size(given, max_tokens, exceeds=partial(self.exceeds, max_tokens=max_tokens))
+        conversation = escape(normal, "messages")
         schemas = escape(tools or None, "tools")
         if not form.tools:
             raise InvalidRequest("this model's chat template cannot render tools; leave them out", param="tools")

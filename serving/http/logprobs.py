@@ -110,9 +110,13 @@ def prompt_logprobs(
 
 
 def _alternatives(tokenizer: "Tokenizer", item: TokenLogprob, top: int) -> dict[str, float]:
+    """Name -> logprob. Tokens may have equal texts, without the space that a text's beginning lacks or with it; the
+    later ones are named with their space, or by their ids as in vLLM's return_tokens_as_token_ids."""
     named = {_name(_bytes(tokenizer, item, item.token_id)): _finite(item.logprob)}
     for token, logprob in item.top[:top]:
-        named.setdefault(_name(_bytes(tokenizer, item, token)), _finite(logprob))
+        if token != item.token_id:
+            names = (_name(_bytes(tokenizer, item, token)), _name(tokenizer.token_bytes(token)), f"token_id:{token}")
+            named[next(name for name in names if name not in named)] = _finite(logprob)
     return named
 
 

@@ -19,6 +19,7 @@ from omni_jax.inputs import (
     modalities_of,
     pack_part,
 )
+from omni_jax.inputs.chat_bounds import check_items
 from omni_jax.inputs.image import pixel_bounds
 from omni_jax.requests import InvalidRequest
 from serving.http.media import fetch
@@ -93,6 +94,7 @@ def _checked_parts(server: Server, conversation: Conversation, vision: VisionInp
     given = conversation.mm_processor_kwargs or {}
     request_options = processor_options(given, where=field, param=field)
     _check_allowed(server, request_options, field)
+    check_items(conversation.messages, server.engine.info.max_model_len)
     parts = media_parts(conversation.messages, modalities=modalities_of(server.engine.tokenizer, vision.config))
     for modality, count in Counter(part.modality for part in parts).items():
         if count > (limit := server.media.limits[modality]):

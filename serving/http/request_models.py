@@ -19,6 +19,8 @@ from serving.http.fields import check_endpoint, check_refused, unknown_fields
 
 MAX_PROMPTS = 2048  # prompts in one /v1/completions request
 MAX_CHOICES = 8192  # prompts times n
+MAX_MESSAGES = 2**18  # before they are validated; the context has a lower limit, see chat_bounds
+MAX_TOOLS = 2**14
 MAX_POLICY_SIZE = 16384  # characters of a segment policy as JSON; 64 named regions take about 4,000
 MAX_CACHE_SALT = 512  # characters
 
@@ -39,6 +41,17 @@ def integers(value: Any) -> Any:
 
 
 Integer = Annotated[int, BeforeValidator(integer)]
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Refuses a longer list. pydantic validates, and copies, all items before it looks at their number."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > limit:
+            raise ValueError(f"must have at most {limit} items, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class _Strict(BaseModel):
@@ -214,8 +227,8 @@ class Tool(_Strict):
 class Conversation(_Strict):
     """Fields that the chat template renders. `omni_jax.inputs` validates the messages."""
 
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None  # [] asks for nothing
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None  # [] asks for nothing
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None

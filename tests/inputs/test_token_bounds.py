@@ -102,6 +102,47 @@ def test_a_tokenizer_that_may_drop_text_has_no_limit_of_bytes(backend):
     assert max_token_bytes(backend) is None
 
 
+class Unused(dict):
+    """A message that nothing may look into."""
+
+    def get(self, *_):
+        raise AssertionError("looked at a message of too many")
+
+
+HELLO = {"role": "user", "content": "Hello"}
+PART = {"type": "text", "text": "a"}
+CALL = {"function": {"name": "look_up", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ({"messages": [Unused()] * 100_000}, "100000 messages, parts and tool calls; at most 4096 are allowed"),
+        ({"messages": [{"role": "user", "content": [PART] * 1_000_000}]}, "1000001 messages, parts and tool calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 5000}]}, "5001 messages, parts and tool calls"),
+        ({"messages": [{"role": "user", "content": "<" * 8_000_000}]}, "the prompt of 80000.. characters has more"),
+        ({"messages": [HELLO], "tools": [{"d": "<" * 8_000_000}]}, "the prompt of 80000.. characters has more"),
+        ({"messages": [HELLO], "template_kwargs": {"x": ["a"] * 100_000}}, "chat_template_kwargs has too many values"),
+        ({"messages": [{**HELLO, "x": [[]] * 100_000}]}, "messages has too many values"),
+    ],
+)
+def test_tok_06_a_huge_conversation_is_refused_before_the_work(tmp_path, monkeypatch, conversation, message):
+    """HKUDS/LightRAG#3544, vllm-project/vllm#50300: the number of messages and parts, not only their length."""
+    tokenizer, spies = spied(tmp_path, BYTE_LEVEL)
+    monkeypatch.setattr(tokenizer._control, "escape", None)  # nothing is escaped or rendered
+    with pytest.raises(InvalidRequest, match=message):
+        tokenizer.render_chat(**conversation, max_tokens=512)
+    assert sum(spy.characters for spy in spies) < 100_000
+
+
+def test_a_long_conversation_of_which_the_template_shows_little_is_rendered(tmp_path):
+    backend, last = changed(), "{{ messages[-1].content }}"
+    path = vocabularies.write_directory(tmp_path, backend, chat_template=last)
+    tokenizer = Tokenizer.from_directory(path)
+    turns = [{"role": "assistant", "content": [{"type": "text", "text": "<think>" * 60}]}] * 2000
+    assert tokenizer.render_chat([*turns, HELLO], max_tokens=512) == tokenizer.encode("Hello")
+
+
 def test_limits_of_bytes():
     longest = max(map(len, (token.encode() for token in BYTE_LEVEL.get_vocab())))
     assert max_token_bytes(BYTE_LEVEL) == longest

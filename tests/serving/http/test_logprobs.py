@@ -6,7 +6,7 @@ import pytest
 
 from omni_jax.inputs import Tokenizer
 from omni_jax.requests import TokenLogprob
-from serving.http.logprobs import FLOOR, chat_logprobs
+from serving.http.logprobs import FLOOR, chat_logprobs, completion_logprobs
 from tests.inputs import vocabularies
 from tests.serving.fake_engine import alternatives
 
@@ -200,3 +200,20 @@ async def test_prompt_logprobs(client, engine):
     _, answer = await client.chat(prompt_logprobs=1)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert "prompt_logprobs" not in (await client.chat())[1]
+
+
+def test_lp_03_alternatives_of_equal_text_are_all_shown(tmp_path):
+    """vllm-project/vllm#44319, sgl-project/sglang#32290: at the start of a text, "▁the" and "the" are both "the"."""
+    backend = vocabularies.sentencepiece()
+    vocab = backend.get_vocab()
+    tokenizer = Tokenizer.from_directory(vocabularies.write_directory(tmp_path, backend))
+    first, second, third = vocab["▁t"], vocab["t"], vocab["▁th"]
+    top = ((first, -0.5), (second, -1.5), (third, -2.0))
+
+    def shown(chosen, **fields):
+        item = TokenLogprob(token_id=chosen, logprob=dict(top)[chosen], top=top, **fields)
+        return completion_logprobs(tokenizer, [item], top=3).top_logprobs[0]
+
+    assert shown(first, removed_spaces=1) == {"t": -0.5, f"token_id:{second}": -1.5, "th": -2.0}
+    assert shown(second, removed_spaces=1) == {"t": -1.5, " t": -0.5, "th": -2.0}
+    assert shown(first) == {" t": -0.5, "t": -1.5, " th": -2.0}

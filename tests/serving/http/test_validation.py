@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from omni_jax.requests import InvalidRequest
 from serving.http.fields import HARMLESS, REFUSED
-from serving.http.request_models import ChatRequest, CompletionRequest
+from serving.http.request_models import MAX_MESSAGES, MAX_TOOLS, ChatRequest, CompletionRequest, validate
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, FakeInfo
 
@@ -420,3 +421,11 @@ async def test_a_full_queue_is_a_503(client, engine):
     engine.gate.set()
     assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
     engine.queue = 64
+
+
+@pytest.mark.parametrize(("field", "limit"), [("messages", MAX_MESSAGES), ("tools", MAX_TOOLS)])
+def test_tok_06_long_lists_are_refused_before_their_items_are_validated(field, limit):
+    body = {"messages": [{"role": "user", "content": "Hello"}], field: [None] * (limit + 1)}
+    with pytest.raises(InvalidRequest, match=f"{field}: must have at most {limit} items, got {limit + 1}") as error:
+        validate(ChatRequest, body)
+    assert error.value.param == field
