@@ -5,7 +5,9 @@ import errno
 import logging
 import signal
 import socket
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -55,6 +57,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # do not wait for old connections on a restart
         sock.bind(address)
+        if port:
+            _claim(sock)
     except OSError as error:
         sock.close()
         hint = ""
@@ -64,6 +68,27 @@ def bind(host: str, port: int) -> socket.socket:
             hint = "; choose a --port from 1024"
         raise CannotListen(f"cannot listen on {host}:{port}: {_reason(error)}{hint}") from None
     return sock
+
+
+def _claim(sock: socket.socket) -> None:
+    """Claim the address of a bound socket for as long as the socket exists.
+
+    With SO_REUSEADDR, Linux lets two processes bind an address until one of them listens, so two servers could load
+    their models for it. A name in the abstract namespace of Unix sockets belongs to one process, and ends with it.
+
+    Raises:
+        OSError: EADDRINUSE: another server has claimed the address.
+    """
+    if sys.platform != "linux":
+        return
+    host, port = sock.getsockname()[:2]
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0omni-jax serves {host}:{port}")
+    except OSError:
+        claim.close()
+        raise
+    weakref.finalize(sock, claim.close)
 
 
 def _reason(error: OSError | UnicodeError) -> str:

@@ -124,6 +124,18 @@ def test_connections_are_refused_while_the_model_is_loading():
         socket.create_connection(sock.getsockname(), timeout=5)
 
 
+def test_two_servers_cannot_load_their_models_for_one_address():
+    """Neither listens yet, so the kernel would let both bind."""
+    with lifecycle.bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    first = lifecycle.bind("127.0.0.1", port)
+    with pytest.raises(lifecycle.CannotListen, match=r"already in use; stop the process.*--port"):
+        lifecycle.bind("127.0.0.1", port)
+    first.close()
+    del first
+    lifecycle.bind("127.0.0.1", port).close()
+
+
 def test_url_of_an_ipv6_socket():
     with lifecycle.bind("::1", 0) as sock:
         assert lifecycle.url(sock) == f"http://[::1]:{sock.getsockname()[1]}"
