@@ -73,14 +73,14 @@ NAMED = {"default": template("default"), "tool_use": template("tool_use") + NAME
 
 @pytest.mark.parametrize("place", ["jinja", "additional", "config", "given"])
 def test_tok_05_the_byte_order_mark_of_a_template_is_not_part_of_it(tmp_path, place):
-    marked = "\ufeff" + template("marked")
+    marked = "\ufeff" + template("marked") + "{{ tools | tojson if tools }}"
     given = tmp_path / "mine.jinja"
     given.write_text(marked, encoding="utf-8")
     assert given.read_bytes().startswith(b"\xef\xbb\xbf")
     files = {"additional": {"config": template("other"), "additional": {"tool_use": marked}}}
     path = directory(tmp_path / "model", **files.get(place, {} if place == "given" else {place: marked}))
     tokenizer = Tokenizer.from_directory(path, chat_template=str(given) if place == "given" else None)
-    assert text_of(tokenizer, tools=[TOOL]) == "marked Hello"
+    assert text_of(tokenizer, tools=[TOOL]).startswith("marked Hello")
     if place == "given":
         assert text_of(Tokenizer.from_directory(path, chat_template=marked)) == "marked Hello"
 
