@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
+from omni_jax.lab.fingerprint import model_digest
 from omni_jax.lab.settings import check_keys, read
 from omni_jax.memory import make_recycling
 from omni_jax.requests import InvalidRequest
@@ -408,6 +409,7 @@ def shared_settings(experiment: Experiment) -> dict[str, Any]:
     names = ("backend", "model", "gpu", "devices", "replicas", "step_times", "engine", "slo")
     shared = {name: plain(getattr(experiment, name)) for name in names}
     del shared["engine"]["compilation_cache_dir"]
+    shared["model_files"] = model_digest(Path(experiment.model))
     return shared
 
 

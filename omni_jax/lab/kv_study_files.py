@@ -15,6 +15,7 @@ from urllib.parse import quote
 import numpy as np
 
 from omni_jax.lab.experiment import plain
+from omni_jax.lab.fingerprint import model_digest
 from omni_jax.lab.kv_study import Measured, Plan, Window
 from omni_jax.lab.records import read_json, write_json
 from omni_jax.lab.resume import is_kept, stamped
@@ -33,6 +34,7 @@ def plan_settings(plan: Plan, windows: Sequence[Window], options: Mapping[str, A
     return stamped(
         {
             "engine": shared,
+            "model_files": model_digest(Path(options["model_dir"])),
             "plan": plain(plan.options),
             "windows": len(windows),
             "prompt_tokens": len(windows[0].prompt_ids),

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omni_jax.lab.fingerprint import code_digests
+
 
 class OtherSettings(ValueError):
     """The directory holds results of other settings."""
 
 
 def stamped(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings, plain values, with their digest."""
-    return {**settings, "digest": digest(settings)}
+    """Return the settings, plain values, with digests of the custom functions that they name, and their own digest."""
+    whole = {**settings, "code": code_digests(settings)}
+    return {**whole, "digest": digest(whole)}
 
 
 def digest(settings: Mapping[str, Any]) -> str:

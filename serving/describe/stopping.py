@@ -55,7 +55,9 @@ class Failures:
             return
         kind = error.get("type") if error["status"] is None else error["status"]
         of_server = kind in _REMEDIES
-        this = kind if of_server else (kind, error["message"])
+        # Messages of a broken server differ where they have an id of the request.
+        alike = of_server or (isinstance(kind, int) and kind >= 500)
+        this = kind if alike else (kind, error["message"])
         self._count = self._count + 1 if this == self._last else 1
         self._last = this
         given = error["message"] if error["status"] is None else f"{kind}: {error['message']}"

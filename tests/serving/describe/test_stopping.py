@@ -111,3 +111,11 @@ def test_the_resume_command_has_all_settings_but_no_key_and_no_overwrite(invoke,
     monkeypatch.setattr("serving.describe.job.plan", lambda options: seen.append(options) or [])
     invoke(*words[1:], "--dry-run")
     assert seen == [dataclasses.replace(given, overwrite=False, api_key="KEY")]
+
+
+def test_errors_of_a_broken_server_are_alike_whatever_their_messages():
+    failures = Failures()
+    for number in range(IMAGE_LIMIT - 1):
+        failures.check({"error": {"status": 500, "message": f"internal error of request {number}"}})
+    with pytest.raises(Stopped, match=f"the first {IMAGE_LIMIT} requests failed alike"):
+        failures.check({"error": {"status": 500, "message": "internal error of another"}})
