@@ -7,6 +7,7 @@ Times are CPU times of this process in milliseconds.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import statistics
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import MediaSpan, Request, SamplingParams
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling import (
@@ -126,7 +128,8 @@ def request(name: str, prompt_ids: tuple[int, ...], *, arrival=0.0, picture="", 
         )
         media = (span,)
     params = SamplingParams(max_tokens=max_tokens, n=n)
-    return Request(id=name, prompt_ids=prompt_ids, params=params, arrival=arrival, slo=slo, media=media)
+    made = Request(id=name, prompt_ids=prompt_ids, params=params, arrival=arrival, slo=slo, media=media)
+    return dataclasses.replace(made, digests=prompt_digests(made, BLOCK))  # as the server does, in another thread
 
 
 class Steps:

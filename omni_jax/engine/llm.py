@@ -23,6 +23,7 @@ from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, expand, modalities_of, pack_part
 from omni_jax.inputs.prompt_list import list_prompts, read_prompt
+from omni_jax.memory.prefix import prompt_digests
 from omni_jax.progress import StageReport, request_bar, stage_bars
 from omni_jax.requests import (
     Completion,
@@ -343,7 +344,7 @@ class LLM:
         return each
 
     def _request(self, prompt: RenderedPrompt, params: SamplingParams, arrival: float) -> Request:
-        return Request(
+        request = Request(
             id=f"llm-{next(self._names)}",
             prompt_ids=prompt.ids,
             params=params,
@@ -352,6 +353,7 @@ class LLM:
             media=prompt.media,
             positions=prompt.positions,
         )
+        return dataclasses.replace(request, digests=prompt_digests(request, self.info.block_size))
 
     # -- running --------------------------------------------------------------------------------------------------
 

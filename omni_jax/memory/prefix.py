@@ -8,7 +8,7 @@ import array
 import bisect
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -46,25 +46,55 @@ def extend(digests: list[bytes], request: Request, known: Sequence[int], block_s
     start, stop = len(digests) * block_size, len(known) // block_size * block_size
     if stop <= start:
         return
-    tokens = array.array("i", known[start:stop])
+    tokens = memoryview(array.array("i", known[start:stop])).cast("B")
     shifts = _shifts(request, start, stop, block_size)
     parent = digests[-1] if digests else root_digest(salt=request.cache_salt)
-    for at in range(start, stop, block_size):
-        spans = _overlapping(request.media, at, at + block_size)
-        content = parent + tokens[at - start : at - start + block_size].tobytes()
-        content += _BLOCK.pack(block_size, len(spans))
-        for span in spans:
-            content += _SPAN.pack(span.start - at, span.length, len(span.key)) + span.key
-        parent = hashlib.sha256(content + shifts[(at - start) // block_size]).digest()
+    width = 4 * block_size
+    text, media_stop = _BLOCK.pack(block_size, 0), request.media[-1].stop if request.media else 0
+    for number, shift in enumerate(shifts):
+        at = start + number * block_size
+        content = parent + tokens[number * width : (number + 1) * width]
+        if at < media_stop:
+            spans = _overlapping(request.media, at, at + block_size)
+            content += _BLOCK.pack(block_size, len(spans))
+            for span in spans:
+                content += _SPAN.pack(span.start - at, span.length, len(span.key)) + span.key
+        else:
+            content += text
+        parent = hashlib.sha256(content + shift).digest()
         digests.append(parent)
+
+
+def prompt_digests(request: Request, block_size: int) -> tuple[bytes, ...]:
+    """The digests of the full blocks of a prompt, for Request.digests.
+
+    For a long prompt this takes milliseconds, so it is done where requests are made, and not in the engine's thread.
+    """
+    digests: list[bytes] = []
+    extend(digests, request, request.prompt_ids, block_size)
+    return tuple(digests)
 
 
 def modality(request: Request, start: int, stop: int) -> Modality:
     """The most frequent modality of the tokens from start to stop; among equals, the first of MODALITIES."""
-    if not _parts(request, start, stop):
+    if not request.has_parts:
         return "text"
-    counts = count_modalities(request, start, stop)
-    return max(counts, key=counts.__getitem__)
+    return MODALITIES[int(_counts(request, start, stop, max(stop - start, 1))[0].argmax())]
+
+
+def count_blocks(request: Request, cached: int, block_size: int) -> Iterator[tuple[Modality, int, int]]:
+    """(modality, number of tokens, number of those among the first `cached` tokens) of the blocks of a prompt by the
+    modality of each block; a modality may come more than once. The last block may not be full."""
+    length = len(request.prompt_ids)
+    if not request.has_parts:
+        yield "text", length, min(cached, length)
+        return
+    kinds = _counts(request, 0, length, block_size).argmax(axis=1)
+    starts = np.arange(0, length, block_size)
+    tokens, hits = np.minimum(block_size, length - starts), np.clip(cached - starts, 0, block_size)
+    for index, kind in enumerate(MODALITIES):
+        if (kinds == index).any():
+            yield kind, int(tokens[kinds == index].sum()), int(hits[kinds == index].sum())
 
 
 def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, int]:
@@ -73,11 +103,17 @@ def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, 
     Placeholders count as the image or video that replaces them, tokens of a table segment as table, others and those
     after the prompt as text.
     """
-    labels = np.zeros(stop - start, np.int8)
+    return dict(zip(MODALITIES, _counts(request, start, stop, max(stop - start, 1))[0].tolist(), strict=True))
+
+
+def _counts(request: Request, start: int, stop: int, block_size: int) -> np.ndarray:
+    """int [blocks, modalities]: number of tokens of each modality in each block of the tokens from start to stop."""
+    labels = np.zeros(stop - start, np.intp)
     for part in _parts(request, start, stop):
         labels[max(part.start - start, 0) : part.stop - start] = MODALITIES.index(part.modality)
-    counts = np.bincount(labels, minlength=len(MODALITIES)).tolist()
-    return dict(zip(MODALITIES, counts, strict=True))
+    blocks, kinds = max(-(-len(labels) // block_size), 1), len(MODALITIES)
+    labels += np.arange(len(labels)) // block_size * kinds
+    return np.bincount(labels, minlength=blocks * kinds).reshape(blocks, kinds)
 
 
 def _parts(request: Request, start: int, stop: int) -> list[Segment | MediaSpan]:

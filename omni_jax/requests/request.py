@@ -28,6 +28,7 @@ class Request:
         segments: Segments of the prompt, in order, with deadlines. Empty is the same as one that covers it all.
         slo: Service level objectives, if any.
         cache_salt: Requests share cached blocks only with requests that have the same salt.
+        digests: Digests of the prompt's full blocks, see memory.prefix.prompt_digests. The engine makes those it lacks.
         forced_ids: Output tokens that are given instead of sampled (teacher forcing): output i is forced_ids[i].
     """
 
@@ -41,6 +42,7 @@ class Request:
     segments: tuple[Segment, ...] = ()
     slo: SLO | None = None
     cache_salt: str = ""
+    digests: tuple[bytes, ...] = dataclasses.field(default=(), compare=False, repr=False)
     forced_ids: tuple[int, ...] = ()
 
     @property
@@ -55,6 +57,11 @@ class Request:
         Rotary positions go on after the largest one in the prompt, which with images is less than its token count.
         """
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.prompt_ids)
+
+    @functools.cached_property
+    def has_parts(self) -> bool:
+        """Whether parts of the prompt count under another modality than text: media and table segments."""
+        return bool(self.media) or any(segment.modality == "table" for segment in self.segments)
 
     @functools.cached_property
     def segment_stops(self) -> tuple[int, ...]:

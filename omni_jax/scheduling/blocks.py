@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from omni_jax.memory import BlockPool
-from omni_jax.memory.prefix import extend, modality
+from omni_jax.memory.prefix import count_blocks, extend, modality
 from omni_jax.requests import Sequence
 from omni_jax.requests.sequence import Parcel, Swapped
 
@@ -182,11 +182,9 @@ class Blocks:
         sequence.cached = sequence.computed
         if not self.prefix_caching:
             return
-        size, request = self.pool.block_size, sequence.request
-        for at in range(0, sequence.num_prompt, size):
-            kind = modality(request, at, min(at + size, sequence.num_prompt))
-            self.queries[kind] += min(size, sequence.num_prompt - at)
-            self.hits[kind] += min(max(sequence.cached - at, 0), size)
+        for kind, tokens, hits in count_blocks(sequence.request, sequence.cached, self.pool.block_size):
+            self.queries[kind] += tokens
+            self.hits[kind] += hits
 
     def _extend(self, sequence: Sequence) -> None:
         extend(sequence.digests, sequence.request, sequence.known, self.pool.block_size)

@@ -1,10 +1,10 @@
 """Routers: which replica gets a request, in a fleet or in an engine with several replicas."""
 
 import collections
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import Request
 
 
@@ -46,48 +46,35 @@ class LeastLoaded:
 class PrefixAware:
     """The replica that last served the longest prefix of the prompt, because it may still have its blocks cached.
 
-    If that replica is overloaded, the one with the lowest load.
+    If that replica is overloaded, the one with the lowest load. Of each prompt, the whole one and the prefixes of 1, 2,
+    4, ... blocks are remembered: the next turn of a conversation contains the last one whole, and of requests that part
+    earlier at least half of what they share is found.
 
     Args:
         block_size: Tokens per block; prefixes are whole blocks, including their images.
-        max_blocks: Maximum length of a prefix in blocks.
         max_load: A replica is overloaded if its load exceeds this multiple of the mean load plus the prompt's length.
         max_prefixes: Number of prefixes remembered; the least recently used are forgotten first.
     """
 
-    def __init__(
-        self, *, block_size: int = 32, max_blocks: int = 16, max_load: float = 1.5, max_prefixes: int = 100_000
-    ):
-        self._block_size, self._max_blocks = block_size, max_blocks
-        self._max_load, self._max_prefixes = max_load, max_prefixes
+    def __init__(self, *, block_size: int = 32, max_load: float = 1.5, max_prefixes: int = 100_000):
+        self._block_size, self._max_load, self._max_prefixes = block_size, max_load, max_prefixes
         self._served: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
     def route(self, request: Request, loads: Sequence[int]) -> int:
         """See Router."""
-        prefixes = self._prefixes(request)
+        prefixes = request.digests or prompt_digests(request, self._block_size)
         limit = self._max_load * sum(loads) / len(loads) + len(request.prompt_ids)
         known = (self._served[key] for key in reversed(prefixes) if key in self._served)
         chosen = next((replica for replica in known if replica < len(loads) and loads[replica] <= limit), None)
         if chosen is None:
             chosen = min(range(len(loads)), key=loads.__getitem__)
-        for key in prefixes:
+        for blocks in sorted({len(prefixes), *(1 << power for power in range(len(prefixes).bit_length()))} - {0}):
+            key = prefixes[blocks - 1]
             self._served[key] = chosen
             self._served.move_to_end(key)
         while len(self._served) > self._max_prefixes:
             self._served.popitem(last=False)
         return chosen
-
-    def _prefixes(self, request: Request) -> list[bytes]:
-        """The digest of each prefix, the shortest first."""
-        ids, media = request.prompt_ids, list(request.media)
-        digest, found = hashlib.sha256(), []
-        size = self._block_size
-        for stop in range(size, min(len(ids), size * self._max_blocks) + 1, size):
-            digest.update(repr(ids[stop - size : stop]).encode())
-            while media and media[0].start < stop:  # different images have the same placeholder ids
-                digest.update(media.pop(0).key)
-            found.append(digest.digest())
-        return found
 
 
 ROUTERS: Mapping[str, Callable[[], Router]] = {

@@ -129,6 +129,7 @@ class Scheduler:
                 order=(self._arrivals, index),
                 max_output=room,
                 known=list(request.prompt_ids),
+                digests=[] if index else list(request.digests),
             )
             for index in range(request.params.n)
         ]

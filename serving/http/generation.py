@@ -14,6 +14,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from omni_jax.inputs import Prompt
+from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import Delta, Request
 from serving.http.engine_streams import PromptDelta, check_open, merged, stream_deltas
 from serving.http.errors import ARRIVAL, REQUEST_ID, bounded_repr
@@ -127,7 +128,7 @@ def _engine_requests(
     ]
     segments = [server.cutter.cut(prompt.ids, prompt.media, request.segment_policy) for prompt in prompts]
     queued_at, slo = time.monotonic(), request.slo()
-    return tuple(
+    requests = (
         Request(
             # Clients may use an id twice, but the engine may not.
             id=f"{response_id if len(prompts) == 1 else f'{response_id}-{position}'}-{uuid.uuid4().hex[:8]}",
@@ -143,6 +144,7 @@ def _engine_requests(
         )
         for position, prompt in enumerate(prompts)
     )
+    return tuple(dataclasses.replace(request, digests=prompt_digests(request, info.block_size)) for request in requests)
 
 
 def _whole_response(

@@ -437,8 +437,20 @@ def test_prefix_aware_uses_the_longest_prefix():
     assert router.route(long, [4, 4]) == 0, "only the first block was served elsewhere since"
 
 
+def test_a_conversation_returns_to_its_replica_whatever_all_conversations_begin_with():
+    """Blocks of 16 tokens: the common beginning is longer than 16 blocks, and the next turn shares more than it."""
+    router, common = PrefixAware(block_size=16), tuple(range(400))
+    turns = {n: (*common, *((1000 + n),) * 60) for n in range(4)}
+    for n, ids in turns.items():
+        loads = [10_000 if replica == n - 1 else int(replica != n) for replica in range(4)]
+        assert router.route(dataclasses.replace(text(0.0, 4, 1), prompt_ids=ids), loads) == n
+    for n, ids in turns.items():
+        longer = dataclasses.replace(text(0.0, 4, 1), prompt_ids=(*ids, *((2000 + n),) * 100))
+        assert router.route(longer, [50] * 4) == n
+
+
 def test_prefix_aware_forgets_the_least_recently_used_prefixes():
-    router = PrefixAware(block_size=4, max_blocks=1, max_prefixes=2)
+    router = PrefixAware(block_size=4, max_prefixes=2)
     prompts = [dataclasses.replace(text(0.0, 4, 1), prompt_ids=(n,) * 4) for n in range(3)]
     for prompt, loads in zip(prompts, ([0, 9, 9], [9, 0, 9], [9, 9, 0]), strict=True):
         router.route(prompt, loads)
