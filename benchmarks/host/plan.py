@@ -229,13 +229,13 @@ def compressed(running: int, ratio: float) -> Steps:
 
 def continuations(number: int) -> Steps:
     """Continuations wait with the blocks of their prompts, and the running sequences need blocks."""
-    running = number // 100
-    blocks = running * 15
-    made = empty(running, by_deadline=False, max_model_len=blocks * BLOCK, num_blocks=blocks)
+    running = -(-number // 127)
+    blocks, budget = running * 14, running * 208  # all prompts are computed in a step
+    made = empty(running, by_deadline=False, budget=budget, max_model_len=blocks * BLOCK, num_blocks=blocks)
     for i in range(running):
         made.add(request(f"n{i}", prompt(i), max_tokens=200, n=128))
     steps = Steps(made)
-    steps.run(10)
+    steps.run(3)
     steps.plans.clear()
     return steps
 

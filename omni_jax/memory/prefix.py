@@ -77,7 +77,7 @@ def prompt_digests(request: Request, block_size: int) -> tuple[bytes, ...]:
 
 def modality(request: Request, start: int, stop: int) -> Modality:
     """The most frequent modality of the tokens from start to stop; among equals, the first of MODALITIES."""
-    if not request.has_parts:
+    if not request.has_parts or not _parts(request, start, stop):
         return "text"
     return MODALITIES[int(_counts(request, start, stop, max(stop - start, 1))[0].argmax())]
 
