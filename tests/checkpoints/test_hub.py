@@ -166,7 +166,8 @@ def test_a_download_takes_only_what_is_read(hub, tmp_path):
     directory = Path(look_up(tmp_path, HF_ENDPOINT=url, HF_TOKEN="hf_secret"))
     assert directory == tmp_path / "models--tiny--llama" / "snapshots" / COMMIT
     assert {file.name for file in directory.iterdir()} == {
-        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
+        *("added_tokens.json", "special_tokens_map.json", "merges.txt"),  # small, so not worth a rule
         *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"),
     }
     Checkpoint(directory)

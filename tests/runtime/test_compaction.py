@@ -49,8 +49,9 @@ class Oracle:
             for head in range(keys.shape[1]):
                 attended = np.flatnonzero(self.visible[layer, head, computed - 1])
                 between = attended[SINKS : len(attended) - WINDOW]
-                norms = np.linalg.norm(keys[between, head], axis=-1)
-                dropped = between[np.argsort(norms)[keep - SINKS - WINDOW :]]
+                fractions, exponents = np.frexp(np.square(keys[between, head]).sum(-1))
+                norms = np.ldexp(np.floor(fractions * 1024 + 0.5), exponents)  # rounded, see kv_compaction
+                dropped = between[np.argsort(norms, kind="stable")[keep - SINKS - WINDOW :]]
                 self.drop(computed, dropped, layer, head)
 
     def drop(self, computed: int, columns, layer=slice(None), head=slice(None)) -> None:
