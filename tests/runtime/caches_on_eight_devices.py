@@ -29,8 +29,8 @@ def bfloat16(size: int):
 
 @pytest.mark.parametrize("size", [4])
 def test_int8_caches_equal_one_devices(size):
-    """Sums in another order: a key half-way between two int8 numbers may be rounded to either, which depends on the CPU.
-    So the logprobs of given prompts stay near, as for bfloat16; where no number is half-way, they agree to 1e-5."""
+    """Sums in another order: a key half-way between two int8 numbers may be rounded to either, which depends on the
+    CPU. So the logprobs of given prompts stay near, as for bfloat16."""
     items = [request(f"p{n}", tiny.prompt(n), greedy(max_tokens=0, prompt_logprobs=0)) for n in (17, 33, 60, 150)]
     found, expected = (run(make_engine(int8(n)), *items) for n in (size, 1))
     for key, answer in expected.items():
