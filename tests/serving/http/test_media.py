@@ -602,8 +602,17 @@ async def test_sec_02_other_files_are_rejected_with_one_message(files, tmp_path)
         ),
         *(f"{files}_private/x", f"file://{files}_private/x", f"{files}_private/nothing", "../images_private/x"),
         *(f"{files}/out", f"{files}/up/secret", f"file://{files}/up/images_private/x", f"{files}/up/nothing"),
-        *(f"{files}", f"{files}/sub", f"{files}/pipe", f"{files}/loop", f"{files}/nothing", "/dev/zero", "/dev/stdin"),
-        *(f"{files}/a b.png\x00", f"file://{files}/a%00b", f"{files}/" + "x" * 5000, "x./" * 3000, f"{files}/a b.png/x"),
+        *(
+            f"{files}",
+            f"{files}/sub",
+            f"{files}/pipe",
+            f"{files}/loop",
+            f"{files}/nothing",
+            "/dev/zero",
+            "/dev/stdin",
+            f"file://{files}/a%00b",
+        ),
+        *(f"{files}/a b.png\x00", f"{files}/" + "x" * 5000, "x./" * 3000, f"{files}/a b.png/x"),
     ):
         async with asyncio.timeout(10):
             messages.add(await assert_rejected(source, match="local file", allowed_local_media_path=files))
