@@ -21,10 +21,10 @@ from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.loading import Loaded
-from omni_jax.memory import check_leaks
+from omni_jax.memory.accounting import check_leaks
 from omni_jax.requests import Delta, Request, SamplingParams, TokenLogprob
 from omni_jax.runtime import runner
-from omni_jax.scheduling import Buckets
+from omni_jax.scheduling.buckets import Buckets
 from tests import tiny, tiny_vl
 from tests.compilation_cache import CACHE, one_process_at_a_time
 

@@ -13,7 +13,7 @@ from checkpoints import demo_model
 from omni_jax import LLM, SamplingParams
 from omni_jax.engine import loading
 from omni_jax.runtime import runner
-from omni_jax.scheduling import Buckets
+from omni_jax.scheduling.buckets import Buckets
 from tests.compilation_cache import CACHE, one_process_at_a_time
 
 PARAGRAPH = """\

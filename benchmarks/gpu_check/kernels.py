@@ -15,7 +15,7 @@ from benchmarks.gpu_check.section import Section
 from kernels_pallas.paged_attention import PagedBatch, mosaic, paged_attention, triton_decode, triton_mixed
 from kernels_pallas.paged_attention.self_test import CANNOT_RUN
 from kernels_pallas.paged_attention.settings import DecodeSettings, MixedSettings, decode_settings, mixed_settings
-from omni_jax.cost import causal_pairs
+from omni_jax.cost.model import causal_pairs
 
 PAGE = 16
 MAX_BYTES = 18e9  # largest keys and values of a case

@@ -21,13 +21,15 @@ from benchmarks.gpu_check.section import Section
 from kernels_pallas.paged_attention import PagedKernels
 from kernels_pallas.paged_attention.choose import choose
 from kernels_pallas.paged_attention.self_test import CANNOT_RUN
-from omni_jax.cost import GPUS, Gpu, ModelSizes, Roofline, StepShape, causal_pairs
+from omni_jax.cost.model import StepShape, causal_pairs
 from omni_jax.cost.published import published_config
-from omni_jax.models import ModelConfig, Weights, abstract_weights, model_config
-from omni_jax.runtime import Runner, RunnerConfig
+from omni_jax.cost.roofline import GPUS, Gpu, ModelSizes, Roofline
+from omni_jax.models.config import ModelConfig, model_config
+from omni_jax.models.weights import Weights, abstract_weights
 from omni_jax.runtime.executables import Executable, Key, compile_all
+from omni_jax.runtime.runner import Runner, RunnerConfig
 from omni_jax.runtime.sharding import make_mesh, sharding_of
-from omni_jax.scheduling import Buckets
+from omni_jax.scheduling.buckets import Buckets
 
 CONTEXT = 1024  # context of each row of a decode step
 PROMPT = 2048  # tokens of a mixed step, which is one prompt

@@ -19,13 +19,15 @@ from benchmarks.gpu_proof.finding import Finding, Proof, collective_faults, prog
 from kernels_pallas import aot
 from kernels_pallas.paged_attention import PagedKernels
 from omni_jax.cost.published import published_config
-from omni_jax.models import ModelConfig, abstract_weights, model_config
-from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
+from omni_jax.models.config import ModelConfig, model_config
+from omni_jax.models.weights import abstract_weights
+from omni_jax.runtime.encoder import EncoderConfig
 from omni_jax.runtime.executables import Job, Key
 from omni_jax.runtime.functions import SCORE_CHUNK
+from omni_jax.runtime.runner import Runner, RunnerConfig
 from omni_jax.runtime.sharding import bytes_per_device, fit, sharding_of
 from omni_jax.runtime.state import KVCacheDtype
-from omni_jax.scheduling import Buckets
+from omni_jax.scheduling.buckets import Buckets
 
 ROWS, TOKENS, CONTEXT, BLOCK_SIZE = 32, 512, 4096, 16
 PAGES = 1 << 16  # pages of the pool: so many that a copy of one layer's keys exceeds every bound below

@@ -118,7 +118,8 @@ def _one(what: str, source: str, *rest: str) -> dict[str, Any]:
     import tensorstore  # noqa: F401
 
     from checkpoints.reader import Checkpoint
-    from omni_jax.models import load_weights, model_config
+    from omni_jax.models.config import model_config
+    from omni_jax.models.weights import load_weights
 
     jax.block_until_ready(jax.numpy.zeros(1))
     before, begin = _peak(), time.perf_counter()

@@ -16,20 +16,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.memory.block_pool import BlockPool
+from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import MediaSpan, Request, SamplingParams
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import (
-    Blocks,
-    Compression,
-    Features,
-    FirstCome,
-    Scheduler,
-    SchedulerConfig,
-    SLOFirst,
-    default_buckets,
-)
+from omni_jax.scheduling.blocks import Blocks, Compression
+from omni_jax.scheduling.buckets import default_buckets
+from omni_jax.scheduling.discipline import FirstCome, SLOFirst
+from omni_jax.scheduling.features import Features
+from omni_jax.scheduling.limits import SchedulerConfig
+from omni_jax.scheduling.scheduler import Scheduler
 
 PROMPT, BLOCK = 200, 16
 IMAGE = 64  # tokens of a picture

@@ -26,10 +26,12 @@ import jax
 import numpy as np
 
 from benchmarks.host.plan import scheduler
-from omni_jax.models import abstract_weights, model_config
-from omni_jax.runtime import Runner, RunnerConfig
+from omni_jax.models.config import model_config
+from omni_jax.models.weights import abstract_weights
+from omni_jax.runtime.runner import Runner, RunnerConfig
 from omni_jax.runtime.sharding import make_mesh, sharding_of
-from omni_jax.scheduling import Scheduler, default_buckets
+from omni_jax.scheduling.buckets import default_buckets
+from omni_jax.scheduling.scheduler import Scheduler
 
 WARM_UP = 50
 MODEL = {

@@ -14,12 +14,13 @@ from checkpoints.demo_model import default_cache_dir
 from checkpoints.reader import Checkpoint
 from omni_jax import compat
 from omni_jax.inputs.image import MediaItem, VisionSettings, open_image, pack_image
-from omni_jax.models import load_weights, model_config
+from omni_jax.models.config import model_config
+from omni_jax.models.weights import load_weights
 from omni_jax.requests import MediaSpan
 from omni_jax.runtime.encoder import Encoder, EncoderConfig
 from omni_jax.runtime.executables import compile_all
 from omni_jax.runtime.sharding import make_mesh
-from omni_jax.scheduling import patch_buckets
+from omni_jax.scheduling.buckets import patch_buckets
 
 NAME = "omni-jax"
 

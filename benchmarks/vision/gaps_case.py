@@ -14,7 +14,8 @@ import jax
 from benchmarks.worker import serve
 from omni_jax.engine.async_engine import AsyncEngine
 from omni_jax.engine.config import EngineConfig
-from omni_jax.inputs import chat_prompt, media_parts, pack_part
+from omni_jax.inputs.chat import media_parts
+from omni_jax.inputs.prompt import chat_prompt, pack_part
 from omni_jax.requests import Request, SamplingParams
 
 PROMPT = 128  # tokens of the stream's prompt

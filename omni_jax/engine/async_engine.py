@@ -10,8 +10,8 @@ from typing import Any
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.replicas import Dispatcher
 from omni_jax.engine.stats import EngineStats
-from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.prompt import VisionInputs
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.progress import StageReport
 from omni_jax.requests import Delta, InvalidRequest, MediaSpan, Request, Unavailable
 from omni_jax.requests.segment import Segment

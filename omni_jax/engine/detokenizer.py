@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import SamplingParams, TokenLogprob
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from omni_jax import compat
-from omni_jax.cost import Kind, StepShape, TableCost
+from omni_jax.cost.model import Kind, StepShape
+from omni_jax.cost.table import TableCost
 from omni_jax.engine.blame import Blame
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.detokenizer import Detokenizer
@@ -21,29 +22,28 @@ from omni_jax.engine.loading import load
 from omni_jax.engine.stats import EngineStats
 from omni_jax.engine.swapping import EngineSwap, open_tier
 from omni_jax.inputs.prompt import VisionInputs
-from omni_jax.memory import BlockPool, EncoderCache, make_recycling, pool_usage
+from omni_jax.memory.accounting import pool_usage
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.compression import SINKS, WINDOW, BadController, Schedule
+from omni_jax.memory.encoder_cache import EncoderCache
+from omni_jax.memory.recycling import make_recycling
 from omni_jax.progress import StageReport
 from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Sequence, TokenLogprob
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
-from omni_jax.runtime import StepResult
 from omni_jax.runtime.debug import describe
 from omni_jax.runtime.processes import Front
-from omni_jax.scheduling import (
-    Accepted,
-    Blocks,
-    Compression,
-    Features,
-    FirstCome,
-    Scheduler,
-    SchedulerConfig,
-    SLOFirst,
-    StepPlan,
-)
-from omni_jax.scheduling.limits import output_room
-from omni_jax.segments import make_policy, prompt_view, with_deadlines
+from omni_jax.runtime.runner import StepResult
+from omni_jax.scheduling.blocks import Blocks, Compression
+from omni_jax.scheduling.discipline import FirstCome, SLOFirst
+from omni_jax.scheduling.features import Features
+from omni_jax.scheduling.limits import SchedulerConfig, output_room
+from omni_jax.scheduling.plan import Accepted, StepPlan
+from omni_jax.scheduling.scheduler import Scheduler
+from omni_jax.segments.deadlines import with_deadlines
+from omni_jax.segments.policies import make_policy
+from omni_jax.segments.prompt_view import prompt_view
 from omni_jax.telemetry.recorder import Recorder, log_event
 
 logger = logging.getLogger(__name__)

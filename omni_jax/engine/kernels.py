@@ -6,7 +6,7 @@ from typing import Any
 from kernels_pallas.paged_attention import PagedKernels
 from kernels_pallas.paged_attention.choose import choose
 from kernels_pallas.paged_attention.self_test import BrokenDevice, replace_failed, self_test
-from omni_jax.models import ModelConfig
+from omni_jax.models.config import ModelConfig
 from omni_jax.requests import EngineError
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.interrupts import interrupts_deferred
 from omni_jax.engine.replicas import ReplicatedEngine
-from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, expand, modalities_of, pack_part
 from omni_jax.inputs.prompt_list import list_prompts, read_prompt
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.memory.prefix import prompt_digests
 from omni_jax.progress import StageReport, request_bar, stage_bars
 from omni_jax.requests import (

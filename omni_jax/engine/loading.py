@@ -19,19 +19,21 @@ from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.generation_config import default_sampling, eos_token_ids
 from omni_jax.engine.kernels import choose_kernels
 from omni_jax.engine.vision_limits import encoder_cache_tokens, image_limit
-from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
-from omni_jax.memory import EncoderCache
-from omni_jax.models import ModelConfig, Weights, compute_dtype, load_weights, model_config
+from omni_jax.inputs.tokenizer import Tokenizer
+from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.models.axis import MODEL
+from omni_jax.models.config import ModelConfig, compute_dtype, model_config
+from omni_jax.models.weights import Weights, load_weights
 from omni_jax.progress import StageReport
-from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
+from omni_jax.runtime.encoder import EncoderConfig
 from omni_jax.runtime.executables import Job, compile_all
 from omni_jax.runtime.processes import Follower, Front, Group, join, wait_until_all_compiled
+from omni_jax.runtime.runner import Runner, RunnerConfig
 from omni_jax.runtime.sharding import bytes_per_device, fit, make_mesh, part_of, replica_meshes, sharding_of
 from omni_jax.runtime.state import block_bytes, round_pages
-from omni_jax.scheduling import default_buckets, patch_buckets
+from omni_jax.scheduling.buckets import default_buckets, patch_buckets
 
 logger = logging.getLogger(__name__)
 

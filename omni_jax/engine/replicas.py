@@ -23,7 +23,7 @@ from omni_jax.engine.stats import EngineStats, total
 from omni_jax.progress import StageReport
 from omni_jax.requests import Delta, EngineError, InvalidRequest, MediaSpan, Request, Unavailable
 from omni_jax.requests.segment import Segment
-from omni_jax.scheduling.router import LeastLoaded, PrefixAware, Router
+from omni_jax.routing.router import LeastLoaded, PrefixAware, Router
 from omni_jax.telemetry.recorder import Recorder
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omni_jax.memory import PoolUsage
+from omni_jax.memory.accounting import PoolUsage
 from omni_jax.memory.host_tier import HostTierStats
 
 

@@ -5,12 +5,12 @@ import itertools
 import logging
 from pathlib import Path
 
-from omni_jax.cost import CostModel
+from omni_jax.cost.model import CostModel
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.memory.host_tier import HostTier, Parcel, ParcelLost
 from omni_jax.memory.swap_choice import prefer_swap
 from omni_jax.requests import Sequence
-from omni_jax.runtime import Runner
+from omni_jax.runtime.runner import Runner
 
 GIB = 1 << 30
 

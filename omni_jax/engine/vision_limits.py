@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from omni_jax.models import VisionConfig
+from omni_jax.models.config import VisionConfig
 
 ENCODER_CACHE_TOKENS = 8192  # default of the encoder cache, if no image takes more
 CONTEXT_SHARE = 2  # an image may take 1 / this of max_model_len, so that text and answer have room

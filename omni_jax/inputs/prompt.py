@@ -15,7 +15,7 @@ from omni_jax.inputs.video import decode_video, pack_video, video_from_frames
 from omni_jax.requests import InvalidRequest, MediaModality, MediaSpan
 
 if TYPE_CHECKING:  # models import JAX, which nothing here needs
-    from omni_jax.models import VisionConfig
+    from omni_jax.models.config import VisionConfig
 
 LOW_DETAIL_PIXELS = 512 * 512  # of an image with OpenAI's detail "low", as there
 

@@ -12,11 +12,11 @@ from pydantic import PlainValidator
 
 from omni_jax.lab.fingerprint import model_digest
 from omni_jax.lab.settings import check_keys, read
-from omni_jax.memory import make_recycling
+from omni_jax.memory.recycling import make_recycling
 from omni_jax.requests import InvalidRequest
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling.router import make_router
-from omni_jax.segments import make_policy
+from omni_jax.routing.router import make_router
+from omni_jax.segments.policies import make_policy
 from omni_jax.simulation.workload import KINDS, Arrival, Bursts, Mix, generate, read_trace
 from omni_jax.yaml_file import read_mapping
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.engine import Engine
-from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.lab.machine import machine_facts
 from omni_jax.requests import EngineError, Request, SamplingParams
 from omni_jax.scheduling.plan import StepPlan

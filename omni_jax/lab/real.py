@@ -24,7 +24,8 @@ from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import Run, RunRecorder, make_run
 from omni_jax.progress import StageReport
 from omni_jax.requests import Request
-from omni_jax.segments import make_policy, prompt_view
+from omni_jax.segments.policies import make_policy
+from omni_jax.segments.prompt_view import prompt_view
 from omni_jax.simulation.workload import Arrival, build
 
 logger = logging.getLogger(__name__)

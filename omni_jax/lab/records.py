@@ -13,7 +13,7 @@ from typing import Any
 
 from omni_jax.requests import MediaSpan, Request, Sequence
 from omni_jax.requests.segment import Segment
-from omni_jax.scheduling import Row, StepPlan
+from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.simulation.replica import Piece, Step
 from omni_jax.telemetry.recorder import Recorder
 from omni_jax.telemetry.records import Record, RequestRecord

@@ -7,18 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omni_jax.cost import CostModel, ModelSizes, Roofline, TableCost
+from omni_jax.cost.model import CostModel
+from omni_jax.cost.roofline import ModelSizes, Roofline
+from omni_jax.cost.table import TableCost
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.lab.experiment import TINY_VL, Arm, Experiment, naming
 from omni_jax.lab.machine import machine_facts
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import Run, make_run
-from omni_jax.models import model_config
+from omni_jax.models.config import model_config
 from omni_jax.requests import InvalidRequest
-from omni_jax.scheduling import FirstCome, SLOFirst
-from omni_jax.segments import make_policy
-from omni_jax.simulation import Arrival, ReplicaConfig, WordTokenizer, gpu_replica, prepare, simulate_requests
+from omni_jax.scheduling.discipline import FirstCome, SLOFirst
+from omni_jax.segments.policies import make_policy
+from omni_jax.simulation.gpu import gpu_replica
+from omni_jax.simulation.replica import ReplicaConfig
+from omni_jax.simulation.simulator import prepare, simulate_requests
+from omni_jax.simulation.texts import WordTokenizer
+from omni_jax.simulation.workload import Arrival
 
 # Defaults of the engine.
 MAX_PIXELS = 1_003_520

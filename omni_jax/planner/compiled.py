@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 
 from kernels_pallas import aot
 from kernels_pallas.paged_attention.choose import choose
-from omni_jax.models import ModelConfig, abstract_weights
+from omni_jax.models.config import ModelConfig
+from omni_jax.models.weights import abstract_weights
 from omni_jax.planner.memory import Programs, Settings, feature_rows
-from omni_jax.runtime import EncoderConfig, Runner, RunnerConfig
+from omni_jax.runtime.encoder import EncoderConfig
 from omni_jax.runtime.executables import Job
+from omni_jax.runtime.runner import Runner, RunnerConfig
 from omni_jax.runtime.sharding import fit, sharding_of
-from omni_jax.scheduling import Buckets, patch_buckets
+from omni_jax.scheduling.buckets import Buckets, patch_buckets
 
 TARGETS = {"a100-40gb": "a100", "a100": "a100", "h100": "h100", "h200": "h200"}  # cost.GPUS -> aot.TARGETS
 CAPABILITIES = {"a100": "8.0", "h100": "9.0", "h200": "9.0"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from omni_jax.cost import ModelSizes
+from omni_jax.cost.roofline import ModelSizes
 from omni_jax.planner.plan import Plan
 
 HEAD = """\

@@ -14,13 +14,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from omni_jax.engine.vision_limits import encoder_cache_tokens, tower_results, tower_temporaries
-from omni_jax.memory import EncoderCache
-from omni_jax.models import ModelConfig, Weights, abstract_weights
+from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.models.axis import MODEL
+from omni_jax.models.config import ModelConfig
+from omni_jax.models.weights import Weights, abstract_weights
 from omni_jax.runtime.functions import SCORE_CHUNK
 from omni_jax.runtime.sharding import DATA, bytes_per_device, fit, sharding_of
 from omni_jax.runtime.state import KVCacheDtype, abstract_slots, block_bytes, round_pages
-from omni_jax.scheduling import patch_buckets
+from omni_jax.scheduling.buckets import patch_buckets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

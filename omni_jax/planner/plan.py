@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from omni_jax.cost import GPUS, Gpu, ModelSizes, Roofline, gpu_named
+from omni_jax.cost.roofline import GPUS, Gpu, ModelSizes, Roofline, gpu_named
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.vision_limits import image_limit
-from omni_jax.models import ModelConfig, compute_dtype, model_config
+from omni_jax.models.config import ModelConfig, compute_dtype, model_config
 from omni_jax.planner.memory import DeviceMemory, Programs, Settings, device_memory, estimated_programs
 from omni_jax.planner.speed import Speed, Typical, make_speed
 from omni_jax.runtime.sharding import fit

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from omni_jax.cost import Roofline, StepShape, causal_pairs
-from omni_jax.cost.roofline import ACTIVATION_BYTES
+from omni_jax.cost.model import StepShape, causal_pairs
+from omni_jax.cost.roofline import ACTIVATION_BYTES, Roofline
 from omni_jax.planner.memory import DeviceMemory, Settings
 
 IMAGE_PIXELS = 1_003_520  # the engine resizes larger images to this size

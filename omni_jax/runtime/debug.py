@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
-from omni_jax.scheduling import Row, StepPlan
+from omni_jax.scheduling.plan import Row, StepPlan
 
 MAX_END_ITEMS = 4  # number of first and of last items shown of a long list
 

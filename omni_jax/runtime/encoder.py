@@ -17,10 +17,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from omni_jax import compat
-from omni_jax.cost import StepShape
-from omni_jax.models import Tower, VisionConfig
+from omni_jax.cost.model import StepShape
+from omni_jax.models.config import VisionConfig
 from omni_jax.models.vision import PatchBatch, attends_fully, rotary_2d
 from omni_jax.models.vision_layout import layout
+from omni_jax.models.weights import Tower
 from omni_jax.requests import MediaSpan
 from omni_jax.runtime.executables import Executable, Job, Key, make_job
 from omni_jax.runtime.packing import Layout

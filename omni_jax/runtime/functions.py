@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.paged_attention import PagedBatch, PagedKernels, paged_attention, write_kv
-from omni_jax.models import ModelConfig, Split
 from omni_jax.models.axis import ONE_DEVICE, ModelAxis
+from omni_jax.models.config import ModelConfig
+from omni_jax.models.weights import Split
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import sampling
 from omni_jax.runtime.packing import Layout

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from kernels_pallas.paged_attention import PagedKernels
 from omni_jax import compat
-from omni_jax.models import ModelConfig, Weights
+from omni_jax.models.config import ModelConfig
+from omni_jax.models.weights import Weights
 from omni_jax.requests import SamplingParams, Sequence
 from omni_jax.requests.sampling_params import MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import functions
@@ -32,7 +33,8 @@ from omni_jax.runtime.executables import Executable, Job, Key, compile_all, make
 from omni_jax.runtime.packing import Ring
 from omni_jax.runtime.sharding import RULES, WHOLE, axis_of, placed, put, zeros
 from omni_jax.runtime.state import NEUTRAL, KVCacheDtype, abstract_pool, abstract_slots
-from omni_jax.scheduling import Buckets, Row, StepPlan
+from omni_jax.scheduling.buckets import Buckets
+from omni_jax.scheduling.plan import Row, StepPlan
 
 VARIANTS: tuple[functions.Variant, ...] = ("greedy", "sample", "full")
 

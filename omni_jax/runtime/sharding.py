@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from omni_jax.models import ModelConfig
 from omni_jax.models.axis import MODEL, ModelAxis
+from omni_jax.models.config import ModelConfig
 
 DATA = "data"
 WHOLE = P()  # replicated on every device

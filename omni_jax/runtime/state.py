@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 from kernels_pallas.paged_attention import Pages, QuantPages, storage_dtype
-from omni_jax.models import ModelConfig
+from omni_jax.models.config import ModelConfig
 from omni_jax.requests.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 # Columns of SlotState.numbers.

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from omni_jax.memory import BlockPool
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.prefix import count_blocks, extend, modality
 from omni_jax.requests import Sequence
 from omni_jax.requests.sequence import Parcel, Swapped

@@ -7,7 +7,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 
-from omni_jax.cost import CostModel, StepShape, causal_pairs
+from omni_jax.cost.model import CostModel, StepShape, causal_pairs
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.buckets import Buckets
 from omni_jax.scheduling.discipline import Rank, deadline

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from omni_jax.requests import Sequence
-from omni_jax.segments import decode_deadline
+from omni_jax.segments.deadlines import decode_deadline
 
 Rank = tuple[float, float, tuple[int, int]]  # class, deadline, order of arrival; smaller is served first
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_jax.memory import EncoderCache
+from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.requests import MediaSpan, Sequence
 from omni_jax.scheduling.discipline import Discipline, FirstCome
 from omni_jax.scheduling.queues import LOOKS, Line

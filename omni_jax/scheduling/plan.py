@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from omni_jax.cost import StepShape, causal_pairs
+from omni_jax.cost.model import StepShape, causal_pairs
 from omni_jax.requests import Sequence
 
 

@@ -24,8 +24,8 @@ taken too.
 import functools
 from collections.abc import Iterable
 
-from omni_jax.cost import CostModel
-from omni_jax.memory import BlockPool
+from omni_jax.cost.model import CostModel
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.requests import InvalidRequest, MediaSpan, Request, Sequence
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.scheduling import budget

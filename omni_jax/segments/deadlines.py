@@ -10,7 +10,7 @@ from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
 
 if TYPE_CHECKING:
-    from omni_jax.cost import CostModel
+    from omni_jax.cost.model import CostModel
 
 
 def with_deadlines(

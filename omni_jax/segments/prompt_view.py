@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from omni_jax.requests.media import MediaSpan
 
 if TYPE_CHECKING:  # transformers is not imported for a type
-    from omni_jax.inputs import Tokenizer
+    from omni_jax.inputs.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

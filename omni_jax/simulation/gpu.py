@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from omni_jax.cost import ModelSizes, Roofline, gpu_named
-from omni_jax.scheduling import default_buckets
+from omni_jax.cost.roofline import ModelSizes, Roofline, gpu_named
+from omni_jax.scheduling.buckets import default_buckets
 from omni_jax.simulation.replica import ReplicaConfig
 
 if TYPE_CHECKING:  # transformers is not imported for a type
-    from omni_jax.inputs import VisionInputs
+    from omni_jax.inputs.prompt import VisionInputs
 
 LIMITS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 32768, "block_size": 16}
 LAYERS_PER_SLICE = 8  # layers of the vision tower per slice, the engine's default on a GPU
@@ -104,7 +104,8 @@ def _vision(vision: Any, max_pixels: int) -> "VisionInputs | None":
     """Preprocessing for a models.VisionConfig, with the pixel bounds of Qwen2-VL."""
     if vision is None:
         return None
-    from omni_jax.inputs import VisionInputs, VisionSettings
+    from omni_jax.inputs.image import VisionSettings
+    from omni_jax.inputs.prompt import VisionInputs
 
     unit = (vision.patch_size * vision.spatial_merge_size) ** 2
     return VisionInputs(

@@ -8,22 +8,18 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from omni_jax.cost import CostModel, Kind, StepShape
-from omni_jax.memory import BlockPool, EncoderCache, make_recycling
+from omni_jax.cost.model import CostModel, Kind, StepShape
+from omni_jax.memory.block_pool import BlockPool
+from omni_jax.memory.encoder_cache import EncoderCache
+from omni_jax.memory.recycling import make_recycling
 from omni_jax.requests import InvalidRequest, MediaSpan, Request
-from omni_jax.scheduling import (
-    Blocks,
-    Buckets,
-    Discipline,
-    Features,
-    FirstCome,
-    Row,
-    Scheduler,
-    SchedulerConfig,
-    StepPlan,
-    default_buckets,
-    patch_buckets,
-)
+from omni_jax.scheduling.blocks import Blocks
+from omni_jax.scheduling.buckets import Buckets, default_buckets, patch_buckets
+from omni_jax.scheduling.discipline import Discipline, FirstCome
+from omni_jax.scheduling.features import Features
+from omni_jax.scheduling.limits import SchedulerConfig
+from omni_jax.scheduling.plan import Row, StepPlan
+from omni_jax.scheduling.scheduler import Scheduler
 from omni_jax.telemetry.recorder import Recorder
 
 

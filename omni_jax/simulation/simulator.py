@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from omni_jax.cost import CostModel
+from omni_jax.cost.model import CostModel
 from omni_jax.requests import Request
-from omni_jax.scheduling.router import Router, make_router
-from omni_jax.segments import Policy, make_policy, prompt_view, with_deadlines
+from omni_jax.routing.router import Router, make_router
+from omni_jax.segments.deadlines import with_deadlines
+from omni_jax.segments.policies import Policy, make_policy
+from omni_jax.segments.prompt_view import prompt_view
 from omni_jax.simulation.replica import Replica, ReplicaConfig, Step
 from omni_jax.simulation.texts import WordTokenizer
 from omni_jax.simulation.workload import Arrival, build
@@ -21,7 +23,8 @@ from omni_jax.telemetry.recorder import Recorder
 from omni_jax.telemetry.records import Record, RequestRecord, SegmentRecord
 
 if TYPE_CHECKING:  # transformers is not imported for a type
-    from omni_jax.inputs import Tokenizer, VisionInputs
+    from omni_jax.inputs.prompt import VisionInputs
+    from omni_jax.inputs.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ def simulate(
         replica: Settings of each replica.
         cost: Predicts durations, for the devices (TableCost of a machine, Roofline of a GPU) and for the schedulers.
         replicas: Number of replicas.
-        router: Name in scheduling.router.ROUTERS, or a Router.
+        router: Name in routing.router.ROUTERS, or a Router.
         tokenizer: Tokenizer for the texts. Default: a tokenizer of the made-up words.
         vision: How images become patches; needed if there are images.
         seed: Seed of the noise in step durations, if the replica has any.

@@ -20,7 +20,8 @@ from omni_jax.simulation import texts
 from omni_jax.yaml_file import read_json
 
 if TYPE_CHECKING:  # transformers is not imported for a type
-    from omni_jax.inputs import MediaItem, VisionInputs
+    from omni_jax.inputs.image import MediaItem
+    from omni_jax.inputs.prompt import VisionInputs
 
 ArrivalKind = Literal["text", "image", "table"]
 KINDS: tuple[ArrivalKind, ...] = get_args(ArrivalKind)
@@ -351,7 +352,9 @@ def build(arrival: Arrival, tokenizer: Encoder, vision: "VisionInputs | None", *
     ids = shared + _ids(before, texts.sentences(rng), tokenizer)
     media, positions = (), None
     if arrival.image is not None:
-        from omni_jax.inputs import expand  # imported here because it imports transformers, which text does not need
+        from omni_jax.inputs.prompt import (
+            expand,  # imported here because it imports transformers, which text does not need
+        )
 
         if vision is None:
             raise ValueError(f"arrival {arrival.id} has an image, and the model reads text only")

@@ -21,7 +21,7 @@ from omni_jax.requests.segment import Modality, Segment
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.plan import Row, StepPlan
-from omni_jax.segments import decode_deadline
+from omni_jax.segments.deadlines import decode_deadline
 from omni_jax.telemetry.figures import (
     BOUNDS,
     Histogram,

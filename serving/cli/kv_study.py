@@ -65,7 +65,7 @@ def kv_study(
         usage_error(f"{out} has a study of an older version: choose another directory for --out, or give --overwrite")
     config = engine_config(model.expanduser(), engine, max_model_len=prompt_tokens + decode_steps + 1)
     from omni_jax.engine.engine import Engine
-    from omni_jax.inputs import Tokenizer
+    from omni_jax.inputs.tokenizer import Tokenizer
     from omni_jax.lab.kv_study import BASELINE, DEFAULT_PLANS, Measured, cut_windows, parse_plan, read_texts, study
     from omni_jax.lab.kv_study_files import kept_plans, plan_settings, write_plan
     from omni_jax.lab.kv_study_report import sentence, summarise, write_results

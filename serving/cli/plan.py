@@ -104,7 +104,7 @@ def _config(model: str) -> dict[str, Any]:
         ValueError: there is none, or it is not a JSON object.
     """
     from checkpoints.hub import find_config, is_repository
-    from omni_jax.cost import published_config
+    from omni_jax.cost.published import published_config
 
     path = Path(model).expanduser()
     if not path.exists():
@@ -138,7 +138,7 @@ def _checkpoint_pixels(model: str) -> dict[str, int]:
 
 def _served(model: str) -> str:
     """What `omni-jax serve` calls the model of a plan."""
-    from omni_jax.cost import published_repository
+    from omni_jax.cost.published import published_repository
 
     path = Path(model)
     if not path.exists():

@@ -16,7 +16,7 @@ from omni_jax.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:  # imports JAX
     from omni_jax.engine.stats import EngineStats
-    from omni_jax.memory import PoolUsage
+    from omni_jax.memory.accounting import PoolUsage
     from omni_jax.memory.host_tier import HostTierStats
 
 _GAUGES = (  # name, field of EngineStats, description

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel
 
-from omni_jax.inputs import Prompt
+from omni_jax.inputs.prompt import Prompt
 from omni_jax.requests import Delta
 from serving.http.engine_streams import PromptDelta
 from serving.http.generation import Call, Endpoint, generate, stream_chunks

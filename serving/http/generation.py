@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from aiohttp import web
 from pydantic import BaseModel
 
-from omni_jax.inputs import Prompt
+from omni_jax.inputs.prompt import Prompt
 from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import Delta, Request
 from serving.http.engine_streams import PromptDelta, check_open, merged, stream_deltas

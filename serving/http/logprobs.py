@@ -20,7 +20,7 @@ from serving.http.response_models import (
 )
 
 if TYPE_CHECKING:
-    from omni_jax.inputs import Tokenizer
+    from omni_jax.inputs.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # as in OpenAI
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_jax.requests import InvalidRequest, MediaSpan
 from omni_jax.requests.segment import Segment
-from omni_jax.segments import POLICIES, make_policy
+from omni_jax.segments.policies import POLICIES, make_policy
 from serving.http.request_models import GenerationRequest
 
 if TYPE_CHECKING:

@@ -8,19 +8,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from omni_jax.inputs import (
-    MediaItem,
-    MediaPart,
-    Prompt,
-    VisionInputs,
-    VisionSettings,
-    chat_prompt,
-    media_parts,
-    modalities_of,
-    pack_part,
-)
+from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.chat_bounds import check_items
-from omni_jax.inputs.image import pixel_bounds
+from omni_jax.inputs.image import MediaItem, VisionSettings, pixel_bounds
+from omni_jax.inputs.prompt import Prompt, VisionInputs, chat_prompt, modalities_of, pack_part
 from omni_jax.requests import InvalidRequest
 from serving.http.media import fetch
 from serving.http.request_models import PROCESSOR_OPTIONS, Conversation, processor_options

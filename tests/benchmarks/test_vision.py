@@ -15,9 +15,10 @@ from benchmarks.vision import report as vision_report
 from benchmarks.vision.preparing import Preparer
 from checkpoints.reader import Checkpoint
 from omni_jax.engine.config import EngineConfig
-from omni_jax.inputs import Tokenizer, chat_prompt
 from omni_jax.inputs.image import VisionSettings, open_image, pack_image
-from omni_jax.models import model_config
+from omni_jax.inputs.prompt import chat_prompt
+from omni_jax.inputs.tokenizer import Tokenizer
+from omni_jax.models.config import model_config
 from tests.engines import load_tiny, sharing
 
 TEXT = {

@@ -246,7 +246,8 @@ def test_loading_names_the_tensors_of_a_missing_part(orbax):
     assert not faults(orbax)
     missing = names - set(Checkpoint(orbax).tensors)
     assert missing
-    from omni_jax.models import load_weights, model_config
+    from omni_jax.models.config import model_config
+    from omni_jax.models.weights import load_weights
 
     checkpoint = Checkpoint(orbax)
     with pytest.raises(CheckpointError, match="missing tensor") as error:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from omni_jax.cost import ModelSizes, published_config, published_names
+from omni_jax.cost.published import published_config, published_names
+from omni_jax.cost.roofline import ModelSizes
 
 BILLIONS = {  # parameter counts of safetensors files on Hugging Face model cards
     "Qwen2-0.5B": 0.494,

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from omni_jax.cost import GPUS, ModelSizes, Roofline, StepShape, causal_pairs, gpu_named
+from omni_jax.cost.model import StepShape, causal_pairs
+from omni_jax.cost.roofline import GPUS, ModelSizes, Roofline, gpu_named
 from omni_jax.models.config import UnsupportedModel
 from tests import tiny, tiny_vl
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_jax.cost import StepShape, TableCost, causal_pairs
+from omni_jax.cost.model import StepShape, causal_pairs
+from omni_jax.cost.table import TableCost
 
 SIZES = {"decode": (1, 2, 4, 8, 16), "mixed": (32, 128, 512), "encode": (256, 1024)}
 

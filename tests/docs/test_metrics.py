@@ -6,7 +6,7 @@ import types
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_jax.memory import PoolUsage
+from omni_jax.memory.accounting import PoolUsage
 from omni_jax.telemetry.figures import SECONDS
 from omni_jax.telemetry.recorder import Recorder
 from tests.docs.markdown import ROOT

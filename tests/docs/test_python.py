@@ -7,9 +7,9 @@ import re
 import pytest
 
 import omni_jax
-from omni_jax.memory import BlockUse
+from omni_jax.memory.recycling import BlockUse
 from omni_jax.requests import Completion, RequestOutput, SamplingParams, TokenLogprob
-from omni_jax.segments import PromptView
+from omni_jax.segments.prompt_view import PromptView
 from tests.docs.markdown import ROOT
 
 TEXT = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")

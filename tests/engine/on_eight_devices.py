@@ -17,7 +17,7 @@ from omni_jax.engine.async_engine import AsyncEngine
 from omni_jax.engine.config import EngineConfig
 from omni_jax.requests import EngineError, InvalidRequest
 from omni_jax.runtime import runner as runner_module
-from omni_jax.scheduling import Buckets
+from omni_jax.scheduling.buckets import Buckets
 from tests import tiny
 from tests.compilation_cache import one_process_at_a_time
 from tests.engine.test_async_engine import collect, idle

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_jax.engine.detokenizer import Detokenizer
-from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import SamplingParams, TokenLogprob
 from tests.inputs import vocabularies
 

@@ -11,7 +11,7 @@ from kernels_pallas.paged_attention import PagedKernels
 from kernels_pallas.paged_attention.self_test import BrokenDevice
 from omni_jax.engine import kernels
 from omni_jax.engine.kernels import choose_kernels
-from omni_jax.models import model_config
+from omni_jax.models.config import model_config
 from omni_jax.requests import EngineError
 from tests import tiny
 from tests.engines import load_tiny

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from omni_jax import LLM, SamplingParams
-from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import InvalidRequest, Request
 from omni_jax.requests.slo import SLO
 from tests import tiny

@@ -8,7 +8,7 @@ import pytest
 
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.stats import EngineStats, total
-from omni_jax.memory import PoolUsage
+from omni_jax.memory.accounting import PoolUsage
 from omni_jax.telemetry.recorder import Recorder
 from tests.engines import Setup, compile_tiny
 from tests.virtual_devices import passes_on_eight_devices

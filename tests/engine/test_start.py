@@ -15,7 +15,7 @@ from omni_jax import compat
 from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
 from omni_jax.requests import InvalidRequest
-from omni_jax.runtime import Runner
+from omni_jax.runtime.runner import Runner
 from omni_jax.runtime.state import round_pages
 from tests import tiny
 from tests.compilation_cache import CACHE, one_process_at_a_time

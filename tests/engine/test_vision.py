@@ -12,7 +12,7 @@ from omni_jax import LLM
 from omni_jax.inputs.image import pack_image
 from omni_jax.inputs.prompt import chat_prompt
 from omni_jax.inputs.video import Frames, pack_video
-from omni_jax.models import model_config
+from omni_jax.models.config import model_config
 from omni_jax.requests import InvalidRequest, Request
 from tests import tiny_vl
 from tests.engines import SETUPS, alone, compile_tiny, greedy, load_tiny, make_engine, request, run, sharing
@@ -128,7 +128,7 @@ class TestEqualsTransformers:
     def test_the_layout_of_transformers_5(self, family, tmp_path):
         """The same tensors with other names, and a nested config.json."""
         from checkpoints.reader import Checkpoint
-        from omni_jax.models import load_weights
+        from omni_jax.models.weights import load_weights
 
         configs, leaves = [], []
         for layout in tiny_vl.LAYOUTS:

@@ -8,11 +8,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from omni_jax.cost import published_config
+from omni_jax.cost.published import published_config
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.loading import _cache_tokens, _encoder, _vision
 from omni_jax.engine.vision_limits import encoder_cache_tokens, image_limit, tower_bytes
-from omni_jax.models import model_config
+from omni_jax.models.config import model_config
 from omni_jax.planner.plan import PlanOptions, make_plan
 from tests.inputs import media
 

@@ -15,9 +15,9 @@ from omni_jax import LLM
 from omni_jax.engine import loading
 from omni_jax.engine.follower import follow
 from omni_jax.requests import SamplingParams
-from omni_jax.runtime import Runner
 from omni_jax.runtime import runner as runner_module
-from omni_jax.scheduling import Buckets
+from omni_jax.runtime.runner import Runner
+from omni_jax.scheduling.buckets import Buckets
 from tests import tiny
 from tests.engines import Setup, checkpoint
 

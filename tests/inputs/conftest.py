@@ -2,7 +2,7 @@
 
 import pytest
 
-from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.tokenizer import Tokenizer
 from tests.inputs import vocabularies
 
 

@@ -10,9 +10,9 @@ import av
 import numpy as np
 from PIL import Image
 
-from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
-from omni_jax.models import VisionConfig
+from omni_jax.inputs.tokenizer import Tokenizer
+from omni_jax.models.config import VisionConfig
 
 QWEN2_VL = {
     "min_pixels": 3136,

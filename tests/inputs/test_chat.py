@@ -9,8 +9,8 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.control_tokens import ControlTokens
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import InvalidRequest
 from tests.inputs import vocabularies
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.chat import CallFormat
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import InvalidRequest
 from tests import tiny, tiny_vl
 from tests.inputs import vocabularies

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from omni_jax.inputs import Tokenizer, VisionInputs, chat_prompt, expand, media_parts, modalities_of, pack_part
+from omni_jax.inputs.chat import media_parts
 from omni_jax.inputs.image import pack_image
+from omni_jax.inputs.prompt import VisionInputs, chat_prompt, expand, modalities_of, pack_part
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.inputs.video import pack_video, video_from_frames
 from omni_jax.requests import InvalidRequest
 from tests.inputs import media, vocabularies

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omni_jax.inputs import Tokenizer, chat_prompt, media_parts, pack_part
+from omni_jax.inputs.chat import media_parts
 from omni_jax.inputs.image import Qwen2VLImageProcessorPil, open_image, pack_image
+from omni_jax.inputs.prompt import chat_prompt, pack_part
+from omni_jax.inputs.tokenizer import Tokenizer
 from tests import real_assets
 from tests.inputs import media, vocabularies
 from tests.inputs.test_image import assert_packed_like

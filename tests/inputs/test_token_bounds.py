@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.token_bounds import max_token_bytes
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import InvalidRequest
 from tests.inputs import vocabularies
 

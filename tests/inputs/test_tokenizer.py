@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 
-from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import InvalidRequest
 from tests.inputs import vocabularies
 

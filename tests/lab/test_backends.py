@@ -9,17 +9,19 @@ import sys
 import pytest
 
 from checkpoints.reader import faults
-from omni_jax.cost import TableCost
-from omni_jax.inputs import Tokenizer
+from omni_jax.cost.table import TableCost
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.lab.experiment import Arm, parse_experiment, with_fleet, workload
 from omni_jax.lab.model import tiny_vl
 from omni_jax.lab.records import RunRecorder, make_run
 from omni_jax.lab.run import run_experiment
 from omni_jax.lab.simulated import SimulatedBackend
-from omni_jax.memory import BlockPool
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.requests import Request, SamplingParams
 from omni_jax.requests.segment import Segment
-from omni_jax.scheduling import Scheduler, SchedulerConfig, default_buckets
+from omni_jax.scheduling.buckets import default_buckets
+from omni_jax.scheduling.limits import SchedulerConfig
+from omni_jax.scheduling.scheduler import Scheduler
 from tests.command_line import run_command
 from tests.lab.made import EXPERIMENT, experiment
 

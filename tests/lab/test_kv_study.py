@@ -480,7 +480,7 @@ def command(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # put back after the test
     monkeypatch.setattr("omni_jax.engine.engine.Engine", make)
-    monkeypatch.setattr("omni_jax.inputs.Tokenizer.from_directory", lambda path: make_tokenizer())
+    monkeypatch.setattr("omni_jax.inputs.tokenizer.Tokenizer.from_directory", lambda path: make_tokenizer())
     monkeypatch.setattr(kv_study_cli, "log_to_stderr", lambda level: None)
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "To be, or not to be, that is the question. " * 30}) + "\n")

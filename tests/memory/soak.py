@@ -12,7 +12,7 @@ import random
 import sys
 import time
 
-from omni_jax.memory import BlockPool
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.recycling import HALF_LIFE_SECONDS, PIN_SECONDS, PINNED_BLOCKS, POLICIES
 
 MODALITIES = ("text", "text", "image", "video", "table")

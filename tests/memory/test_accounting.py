@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_jax.memory import BlockPool, check_leaks, pool_usage
+from omni_jax.memory.accounting import check_leaks, pool_usage
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
 from tests.memory.test_block_pool import cached_chain

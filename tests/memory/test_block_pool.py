@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_jax.memory import BlockPool
+from omni_jax.memory.block_pool import BlockPool
 
 # (operation, number): allocate that many blocks, or share or free the blocks of holder `number`.
 OPERATIONS = st.lists(

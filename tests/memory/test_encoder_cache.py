@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_jax.memory import EncoderCache
+from omni_jax.memory.encoder_cache import EncoderCache
 from tests.scheduling.loop import image_span
 
 LENGTHS = {"a": 1, "b": 3, "c": 4, "d": 9, "e": 16}

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_jax.memory import BlockPool, BlockUse, make_recycling
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.recycling import (
     HALF_LIFE_SECONDS,
     PIN_SECONDS,
     PINNED_BLOCKS,
+    BlockUse,
     by_modality,
     count_use,
     lfu,
     lru,
+    make_recycling,
 )
 from tests.memory.test_block_pool import cached_chain, paths
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from omni_jax.memory import BlockPool
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.recycling import POLICIES
 from tests.memory import soak
 from tests.memory.soak import Player

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from checkpoints.errors import CheckpointError
-from omni_jax.models import model_config
-from omni_jax.models.config import UnsupportedModel
+from omni_jax.models.config import UnsupportedModel, model_config
 from tests import tiny, tiny_vl
 
 

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.reader import Checkpoint, CheckpointError
-from omni_jax.models import load_weights, model_config
-from omni_jax.models.config import UnsupportedModel
+from omni_jax.models.config import UnsupportedModel, model_config
 from omni_jax.models.decoder import project
+from omni_jax.models.weights import load_weights
 from tests import tiny
 from tests.goldens import make
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from omni_jax.models import model_config
+from omni_jax.models.config import model_config
 from omni_jax.models.rope import max_positions, rope_from_config
 from tests import tiny
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas import aot
-from omni_jax.cost import published_config
-from omni_jax.models import model_config
+from omni_jax.cost.published import published_config
+from omni_jax.models.config import model_config
 from omni_jax.planner.compiled import compiled_programs
 from omni_jax.planner.memory import Settings, estimated_programs
 

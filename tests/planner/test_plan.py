@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from omni_jax.cost import published_config
+from omni_jax.cost.published import published_config
 from omni_jax.lab.experiment import load_experiment
 from omni_jax.lab.simulated import SimulatedBackend
 from omni_jax.planner.plan import PlanOptions, make_plan

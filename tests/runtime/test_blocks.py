@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from omni_jax import compat
-from omni_jax.runtime import Runner, blocks
+from omni_jax.runtime import blocks
 from omni_jax.runtime.executables import compile_all
+from omni_jax.runtime.runner import Runner
 from omni_jax.runtime.state import block_bytes
 from tests.engines import load_tiny
 from tests.runtime.with_blocks import block_runner, make_row, make_sequence, mixed, prefill, prompt

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from omni_jax.runtime.functions import logits_of
-from omni_jax.scheduling import StepPlan
+from omni_jax.scheduling.plan import StepPlan
 from tests.runtime.with_blocks import block_runner, make_row, make_sequence, mixed, prefill, prompt
 
 SINKS, WINDOW = 4, 16

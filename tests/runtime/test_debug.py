@@ -7,7 +7,7 @@ import numpy as np
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
 from omni_jax.runtime.debug import describe
-from omni_jax.scheduling import Row, StepPlan
+from omni_jax.scheduling.plan import Row, StepPlan
 from tests.engine.test_vision import vision_request
 from tests.engines import greedy, load_tiny, make_engine, request
 

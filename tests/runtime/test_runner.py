@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from omni_jax.requests import Sequence
-from omni_jax.runtime import Runner
 from omni_jax.runtime.executables import compile_all
-from omni_jax.scheduling import Row, StepPlan
+from omni_jax.runtime.runner import Runner
+from omni_jax.scheduling.plan import Row, StepPlan
 from tests import tiny
 from tests.engines import alone, greedy, load_tiny, make_engine, request, run
 

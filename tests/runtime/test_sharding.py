@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from omni_jax.models import abstract_weights, model_config
+from omni_jax.models.config import model_config
+from omni_jax.models.weights import abstract_weights
 from omni_jax.runtime.sharding import RULES, fit, make_mesh, replica_meshes, sharding_of, spec_of
 from tests import tiny, tiny_vl
 from tests.virtual_devices import passes_on_eight_devices

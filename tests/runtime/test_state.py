@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import QuantPages
-from omni_jax.models import ModelConfig, model_config
+from omni_jax.models.config import ModelConfig, model_config
 from omni_jax.runtime.state import abstract_pool, block_bytes
 from tests import tiny
 

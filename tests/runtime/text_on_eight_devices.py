@@ -144,7 +144,8 @@ def test_no_device_ever_holds_a_whole_sharded_tensor(size):
         mock.patch.object(weights_module.jax, "device_put", side_effect=AssertionError("a whole tensor was placed")),
     ):
         from checkpoints.reader import Checkpoint
-        from omni_jax.models import load_weights, model_config
+        from omni_jax.models.config import model_config
+        from omni_jax.models.weights import load_weights
         from omni_jax.runtime.sharding import fit, sharding_of
         from tests.engines import checkpoint
 

@@ -5,9 +5,9 @@ import functools
 
 from omni_jax import compat
 from omni_jax.requests import Sequence
-from omni_jax.runtime import Runner
 from omni_jax.runtime.executables import compile_all
-from omni_jax.scheduling import Row, StepPlan
+from omni_jax.runtime.runner import Runner
+from omni_jax.scheduling.plan import Row, StepPlan
 from tests import tiny
 from tests.compilation_cache import CACHE, one_process_at_a_time
 from tests.engines import greedy, load_tiny, request

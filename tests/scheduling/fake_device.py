@@ -9,7 +9,7 @@ import dataclasses
 import zlib
 
 from omni_jax.requests import MediaSpan, Request, Sequence
-from omni_jax.scheduling import Row, StepPlan
+from omni_jax.scheduling.plan import Row, StepPlan
 
 VOCABULARY = 7
 START = 0xCBF29CE484222325

@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from omni_jax.cost import CostModel
-from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.cost.model import CostModel
+from omni_jax.memory.block_pool import BlockPool
+from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
-from omni_jax.scheduling import (
-    Blocks,
-    Buckets,
-    Compression,
-    Discipline,
-    Features,
-    Scheduler,
-    SchedulerConfig,
-    StepPlan,
-    default_buckets,
-)
+from omni_jax.scheduling.blocks import Blocks, Compression
+from omni_jax.scheduling.buckets import Buckets, default_buckets
+from omni_jax.scheduling.discipline import Discipline
+from omni_jax.scheduling.features import Features
+from omni_jax.scheduling.limits import SchedulerConfig
+from omni_jax.scheduling.plan import StepPlan
+from omni_jax.scheduling.scheduler import Scheduler
 from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream, seen_prompt
 
 SLICE_SECONDS = 1.0  # assumed duration of a slice of the encoder

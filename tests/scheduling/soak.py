@@ -15,22 +15,19 @@ import time
 
 import numpy as np
 
-from omni_jax.cost import StepShape
-from omni_jax.memory import BlockPool, EncoderCache
+from omni_jax.cost.model import StepShape
+from omni_jax.memory.block_pool import BlockPool
+from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import (
-    Blocks,
-    Features,
-    FirstCome,
-    Scheduler,
-    SchedulerConfig,
-    SLOFirst,
-    StepPlan,
-    default_buckets,
-)
-from omni_jax.scheduling.discipline import Rank
+from omni_jax.scheduling.blocks import Blocks
+from omni_jax.scheduling.buckets import default_buckets
+from omni_jax.scheduling.discipline import FirstCome, Rank, SLOFirst
+from omni_jax.scheduling.features import Features
+from omni_jax.scheduling.limits import SchedulerConfig
+from omni_jax.scheduling.plan import StepPlan
+from omni_jax.scheduling.scheduler import Scheduler
 
 EOS = 0
 STEPS_PER_ROUND = 2000  # steps with one setting before all requests are drained

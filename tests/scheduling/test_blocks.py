@@ -3,7 +3,7 @@
 import pytest
 
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import SLOFirst
+from omni_jax.scheduling.discipline import SLOFirst
 from tests.scheduling.loop import Loop, image_span
 
 

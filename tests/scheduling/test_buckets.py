@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_jax.scheduling import Buckets, default_buckets
+from omni_jax.scheduling.buckets import Buckets, default_buckets
 
 DEFAULTS = [(32, 512, 1, 16), (32, 512, 2, 16), (256, 8192, 1, 256)]  # CPU float32, CPU bfloat16, GPU
 

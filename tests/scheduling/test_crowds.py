@@ -5,7 +5,7 @@ import pytest
 from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import SLOFirst
+from omni_jax.scheduling.discipline import SLOFirst
 from omni_jax.scheduling.queues import LOOKS, Line
 from tests.scheduling.loop import Loop, image_span
 

@@ -1,11 +1,16 @@
 """What may run beside decoding sequences: as many prompt tokens as keep their pace, and slices of the vision tower that
 do not delay a sequence that ranks before their image."""
 
-from omni_jax.cost import ModelSizes, Roofline, gpu_named, published_config
-from omni_jax.memory import BlockPool
+from omni_jax.cost.published import published_config
+from omni_jax.cost.roofline import ModelSizes, Roofline, gpu_named
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.requests import Request, SamplingParams
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import Blocks, Scheduler, SchedulerConfig, SLOFirst, default_buckets
+from omni_jax.scheduling.blocks import Blocks
+from omni_jax.scheduling.buckets import default_buckets
+from omni_jax.scheduling.discipline import SLOFirst
+from omni_jax.scheduling.limits import SchedulerConfig
+from omni_jax.scheduling.scheduler import Scheduler
 from tests.scheduling.loop import Loop, image_span
 
 # A step of the loop takes a second.

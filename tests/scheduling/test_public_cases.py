@@ -2,10 +2,11 @@
 
 import pytest
 
-from omni_jax.memory import BlockPool
+from omni_jax.memory.block_pool import BlockPool
 from omni_jax.requests import InvalidRequest, Request, SamplingParams
-from omni_jax.scheduling import Buckets, Scheduler, SchedulerConfig, default_buckets
-from omni_jax.scheduling.limits import output_room
+from omni_jax.scheduling.buckets import Buckets, default_buckets
+from omni_jax.scheduling.limits import SchedulerConfig, output_room
+from omni_jax.scheduling.scheduler import Scheduler
 from tests.scheduling.loop import Loop
 
 

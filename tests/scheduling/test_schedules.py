@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import Buckets, SLOFirst
+from omni_jax.scheduling.buckets import Buckets
+from omni_jax.scheduling.discipline import SLOFirst
 from tests.scheduling.loop import Loop, image_span
 
 LENGTHS = {"a": 1, "b": 2, "c": 3, "d": 6}  # of images, by name

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from omni_jax.scheduling import SchedulerConfig, SLOFirst, default_buckets
+from omni_jax.scheduling.buckets import default_buckets
+from omni_jax.scheduling.discipline import SLOFirst
+from omni_jax.scheduling.limits import SchedulerConfig
 from tests.scheduling import soak
 from tests.scheduling.soak import Report, Setting, play
 

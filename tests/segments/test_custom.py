@@ -3,7 +3,7 @@
 import pytest
 
 from omni_jax.requests import InvalidRequest
-from omni_jax.segments import by_modality, custom, make_policy
+from omni_jax.segments.policies import by_modality, custom, make_policy
 from tests.segments.toy import Image, pieces, view_of
 
 MODULE = "tests.segments.custom_policies"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from omni_jax.requests import InvalidRequest, MediaSpan
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
-from omni_jax.segments import decode_deadline, with_deadlines
+from omni_jax.segments.deadlines import decode_deadline, with_deadlines
 
 
 class Cost:

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from omni_jax.requests import InvalidRequest
 from omni_jax.requests.segment import MODALITIES
-from omni_jax.segments import (
+from omni_jax.segments.cover import check_cover
+from omni_jax.segments.policies import (
     POLICIES,
     by_length,
     by_modality,
     by_region,
     by_sentence,
-    check_cover,
     hybrid,
     make_policy,
     request,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_jax.segments import by_region, check_cover
+from omni_jax.segments.cover import check_cover
+from omni_jax.segments.policies import by_region
 from tests.segments.toy import Image, view_of
 
 LEFT_RIGHT = {"left": [0, 0, 0.5, 1], "right": [0.5, 0, 1, 1]}

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from omni_jax.requests import InvalidRequest
 from omni_jax.requests.segment import Segment
-from omni_jax.segments import MediaView, check_cover
+from omni_jax.segments.cover import check_cover
+from omni_jax.segments.prompt_view import MediaView
 from tests.segments.toy import Control, Image, view_of
 
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_jax.segments import by_sentence, check_cover
+from omni_jax.segments.cover import check_cover
+from omni_jax.segments.policies import by_sentence
 from omni_jax.segments.sentences import sentence_ends
 from tests.segments.toy import Control, Image, pieces, view_of
 

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import MediaSpan
-from omni_jax.segments import by_modality, by_sentence, check_cover, hybrid, prompt_view
+from omni_jax.segments.cover import check_cover
+from omni_jax.segments.policies import by_modality, by_sentence, hybrid
+from omni_jax.segments.prompt_view import prompt_view
 from tests import tiny
 from tests.segments.toy import TEXTS, pieces
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from omni_jax.segments import MediaView, PromptView
+from omni_jax.segments.prompt_view import MediaView, PromptView
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from omni_jax.engine.stats import EngineStats
-from omni_jax.inputs import Tokenizer
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.models.config import VisionConfig
 from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, TokenLogprob, Unavailable
 from omni_jax.requests.segment import Segment
-from omni_jax.segments import make_policy, prompt_view
+from omni_jax.segments.policies import make_policy
+from omni_jax.segments.prompt_view import prompt_view
 from omni_jax.telemetry.recorder import Recorder
 from tests import tiny, tiny_vl
 

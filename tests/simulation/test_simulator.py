@@ -11,26 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_jax.cost import StepShape, TableCost
+from omni_jax.cost.model import StepShape
+from omni_jax.cost.table import TableCost
 from omni_jax.requests import InvalidRequest, MediaSpan, Request, SamplingParams
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import Buckets, SLOFirst
-from omni_jax.simulation import (
-    Arrival,
-    LeastLoaded,
-    Lengths,
-    Load,
-    Mix,
-    PrefixAware,
-    ReplicaConfig,
-    SimulationResult,
-    generate,
-    gpu_replica,
-    simulate,
-    simulate_requests,
-)
-from omni_jax.simulation.replica import Replica
+from omni_jax.routing.router import LeastLoaded, PrefixAware
+from omni_jax.scheduling.buckets import Buckets
+from omni_jax.scheduling.discipline import SLOFirst
+from omni_jax.simulation.gpu import gpu_replica
+from omni_jax.simulation.replica import Replica, ReplicaConfig
+from omni_jax.simulation.simulator import SimulationResult, simulate, simulate_requests
+from omni_jax.simulation.workload import Arrival, Lengths, Load, Mix, generate
 from omni_jax.telemetry.recorder import Recorder
 from tests.cost.test_roofline import QWEN2_7B, QWEN2_VL_7B
 from tests.scheduling.loop import Loop

@@ -8,11 +8,14 @@ import statistics
 import numpy as np
 import pytest
 
-from omni_jax.inputs import Tokenizer, VisionInputs, VisionSettings
+from omni_jax.inputs.image import VisionSettings
+from omni_jax.inputs.prompt import VisionInputs
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.models.config import model_config
 from omni_jax.requests import InvalidRequest
 from omni_jax.requests.slo import SLO
-from omni_jax.segments import by_modality, by_sentence, prompt_view
+from omni_jax.segments.policies import by_modality, by_sentence
+from omni_jax.segments.prompt_view import prompt_view
 from omni_jax.simulation.texts import WordTokenizer
 from omni_jax.simulation.workload import (
     KINDS,

@@ -12,7 +12,9 @@ import pytest
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import Event, Row, SLOFirst, StepPlan
+from omni_jax.scheduling.discipline import SLOFirst
+from omni_jax.scheduling.events import Event
+from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.telemetry import recorder as recorder_module
 from omni_jax.telemetry.figures import BOUNDS, SECONDS, Histogram, attained
 from omni_jax.telemetry.recorder import WINDOW, Recorder, log_event, request_class

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from omni_jax.inputs import Tokenizer
+from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import TokenLogprob
 from serving.http.logprobs import FLOOR, chat_logprobs, completion_logprobs
 from tests.inputs import vocabularies

@@ -2,7 +2,7 @@
 
 import pytest
 
-from omni_jax.memory import PoolUsage
+from omni_jax.memory.accounting import PoolUsage
 from omni_jax.memory.host_tier import HostTierStats
 from tests.serving.http.test_operations import metrics
 from tests.serving.http.test_validation import CHAT, COMPLETIONS, HELLO, assert_rejected

@@ -8,8 +8,8 @@ import pytest
 
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.slo import SLO
-from omni_jax.scheduling import Event
-from omni_jax.segments import check_cover
+from omni_jax.scheduling.events import Event
+from omni_jax.segments.cover import check_cover
 from serving.http.settings import MediaAccessSettings
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine, vision_engine
