@@ -4,8 +4,8 @@
   images takes them when it arrives, so that an image with cached keys and values is not encoded.
 - Blocks are registered when the step that fills them with known tokens is planned. Device calls are ordered, so a
   sequence that takes them reads them later.
-- After a block whose digest another block already has, a sequence registers no more blocks. So a holder of a cached
-  block also holds all blocks before it.
+- A sequence that has computed a block that another one has registered takes that block in place of its own. So a
+  holder of a cached block also holds all blocks before it.
 - A sequence waits if a running one is already computing its next block, and takes the block from the cache.
 """
 
@@ -156,12 +156,17 @@ class Blocks:
         ours, theirs = first.digests, second.digests
         return bisect.bisect_left(range(at, stop), True, key=lambda index: ours[index] != theirs[index]) + at - 1
 
-    def register(self, sequence: Sequence) -> None:
-        """Register a sequence's blocks that are full of known and computed tokens."""
+    def register(self, sequence: Sequence, end: int) -> None:
+        """Register a sequence's blocks that are full of known tokens once its first `end` tokens are computed.
+
+        If another block has the same content, the sequence takes that one in place of its own, so that the blocks after
+        it can be found too. A block that the step being planned writes to is replaced in the next one, and one that
+        others hold too, after a clearing of the cache, is not: they would hold registered blocks without those before.
+        """
         if not self.prefix_caching or sequence.dropped or sequence.finish_reason == "error":
             return
         size = self.pool.block_size
-        full = min(sequence.computed, len(sequence.known)) // size
+        full, written = min(end, len(sequence.known)) // size, sequence.computed // size
         if sequence.registered >= full:
             return
         self._extend(sequence)
@@ -174,8 +179,18 @@ class Blocks:
                 modality=modality(sequence.request, at * size, (at + 1) * size),
                 depth=at,
             ):
-                return
+                if at >= written or self.pool.references(sequence.blocks[at]) > 1:
+                    return
+                self._replace(sequence, at)
             sequence.registered += 1
+
+    def _replace(self, sequence: Sequence, at: int) -> None:
+        """Replace block number `at` of a sequence by the registered block with the same content."""
+        found = self.pool.find((sequence.digests[at],))
+        self.pool.share(found)
+        self.pool.free((sequence.blocks[at],))
+        sequence.blocks[at : at + 1] = found
+        sequence.on_device_blocks = 0
 
     def count_hits(self, sequence: Sequence) -> None:
         """Count the hits of a sequence that is admitted for the first time."""

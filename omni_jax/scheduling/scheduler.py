@@ -149,7 +149,7 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if reason == "error":
             self.clear_prefix_cache()  # logits that are not numbers may come from cached blocks
-        self.blocks.register(sequence)
+        self.blocks.register(sequence, sequence.computed)
         self.blocks.drop_swapped(sequence)
         self._queues.remove(sequence)
         self._preemption.truncate(sequence, 0)
@@ -302,6 +302,8 @@ class Scheduler:
     def _row(self, sequence: Sequence, count: int, now: float) -> Row:
         assert sequence.slot is not None
         start, end = sequence.computed, sequence.computed + count
+        if len(sequence.known) >= (sequence.registered + 1) * self.pool.block_size:
+            self.blocks.register(sequence, end)
         row = Row(
             sequence=sequence,
             slot=sequence.slot,
@@ -319,8 +321,6 @@ class Scheduler:
         )
         sequence.on_device, sequence.on_device_blocks = True, len(sequence.blocks)
         sequence.computed = end
-        if len(sequence.known) >= (sequence.registered + 1) * self.pool.block_size:
-            self.blocks.register(sequence)
         sequence.served_at = now
         if sequence.paused:
             sequence.paused = False

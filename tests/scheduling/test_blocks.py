@@ -49,6 +49,32 @@ def test_output_is_cached_for_the_next_turn_of_a_chat():
     assert turn.cached == 16  # full blocks; the keys of the last output token were never computed
 
 
+@pytest.mark.parametrize("prompt", [32, 33])
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_the_answer_to_a_repeated_prompt_of_whole_blocks_is_cached_for_the_next_turn(prompt, logprobs):
+    """Its last block is computed again, to sample from, so two blocks have the same content."""
+    run = loop(max_model_len=100)
+    ids = [i * i % 7 for i in range(prompt)]
+    for max_tokens in (1, 40):
+        (sequence,) = run.add(ids, max_tokens=max_tokens, prompt_logprobs=logprobs)
+        run.run()
+    (turn,) = run.add([*sequence.known, 1, 2, 3], max_tokens=2)
+    run.run()
+    run.check_endings()
+    assert turn.cached == (prompt + 40 - 1) // 4 * 4
+
+
+def test_sequences_that_computed_the_same_block_hold_it_once():
+    """Nobody can find the last block of a whole prompt before its last token, so both compute it."""
+    run = loop()
+    first, second = (run.add([i % 7 for i in range(16)], max_tokens=20)[0] for _ in range(2))
+    while second.num_output < 3:
+        run.step()
+    assert second.blocks[:4] == first.blocks[:4]
+    run.run()
+    run.check_endings()
+
+
 def test_concurrent_requests_compute_a_common_prefix_once():
     run = loop(max_num_batched_tokens=8)
     common = [i % 7 for i in range(24)]
