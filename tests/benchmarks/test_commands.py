@@ -10,6 +10,7 @@ COMMANDS = {
     "benchmarks.memory.__main__": "python -m benchmarks.memory",
     "benchmarks.gpu_check.__main__": "python -m benchmarks.gpu_check",
     "benchmarks.gpu_proof.__main__": "python -m benchmarks.gpu_proof",
+    "benchmarks.host.house": "python -m benchmarks.host.house",
     "benchmarks.host.plan": "python -m benchmarks.host.plan",
     "benchmarks.host.load": "python -m benchmarks.host.load",
     "benchmarks.host.scaling": "python -m benchmarks.host.scaling",
