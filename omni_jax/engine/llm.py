@@ -17,6 +17,8 @@ from omni_jax.engine.arguments import check_arguments, nearest
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.interrupts import interrupts_deferred
+from omni_jax.engine.llm_call import Call, Rendered
+from omni_jax.engine.partial_output import PartialOutput, TokenIds
 from omni_jax.engine.replicas import ReplicatedEngine
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
@@ -26,7 +28,6 @@ from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.memory.prefix import prompt_digests
 from omni_jax.progress import StageReport, request_bar, stage_bars
 from omni_jax.requests import (
-    Completion,
     Delta,
     EngineError,
     Interrupted,
@@ -35,7 +36,6 @@ from omni_jax.requests import (
     RequestOutput,
     RequestsFailed,
     SamplingParams,
-    TokenLogprob,
 )
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]  # and what else read_prompt takes
@@ -44,9 +44,10 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 OnError = Literal["raise", "return"]
 
 MAX_QUEUED_BATCHES = 2  # maximum continuations in the engine, in multiples of its batch; a list may have millions
+MAX_KEPT_BYTES = 2**30  # of images that were read to be checked; others are read again before they run
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """Log-probabilities of a text under the model.
 
@@ -89,7 +90,7 @@ class LLM:
 
     - With on_error="raise", an invalid input raises InvalidRequest with its index, before anything runs. If the engine
       fails in some requests, the others end, and RequestsFailed has all outputs. With "return", such inputs have
-      outputs with `error` set.
+      outputs with `error` set, and each input is read only when the engine is about to take it.
     - Ctrl-C raises Interrupted, a KeyboardInterrupt, which has the outputs so far.
     - use_tqdm shows a progress bar on a terminal; a class like tqdm is called instead.
 
@@ -113,7 +114,8 @@ class LLM:
         self.info, self.tokenizer = self.engine.info, self.engine.tokenizer
         self._names = itertools.count()
         self._closed = False
-        self._deltas: dict[str, collections.deque[Delta]] = {}  # unread deltas by id of a live request
+        self._readers: dict[str, Callable[[Delta], object]] = {}  # what takes the deltas of each live request, by id
+        self._token_ids = TokenIds()
 
     def __enter__(self) -> "LLM":
         return self
@@ -232,12 +234,8 @@ class LLM:
             InvalidRequest, RequestsFailed, Interrupted: see the class. The last two have scores as outputs.
         """
         params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
-        try:
-            outputs = self._complete("texts", list_prompts(texts, "texts"), self._read, params, use_tqdm, on_error)
-        except (RequestsFailed, Interrupted) as stopped:
-            stopped.outputs = list(map(_score, stopped.outputs))
-            raise
-        return list(map(_score, outputs))
+        items = list_prompts(texts, "texts")
+        return self._complete("texts", items, self._read, params, use_tqdm, on_error, result=_score)
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
@@ -278,16 +276,19 @@ class LLM:
 
     # -- reading inputs -------------------------------------------------------------------------------------------
 
-    def _read(self, item: Any) -> "_Rendered":
+    def _read(self, item: Any) -> Rendered:
         media, options = None, None
         if isinstance(item, Mapping):
             item = dict(item)
             media, options = item.pop("multi_modal_data", None), item.pop("mm_processor_kwargs", None)
         given = read_prompt(item)
         limit = self.info.max_model_len
-        ids = tuple(self.tokenizer.encode(given, max_tokens=limit)) if isinstance(given, str) else given
+        if isinstance(given, str):
+            ids = self._token_ids.tuple_of(self.tokenizer.encode(given, max_tokens=limit))
+        else:
+            ids = given
         prompt = RenderedPrompt(ids=ids) if media is None else self._with_media(ids, media, options)
-        return _Rendered(prompt=prompt, text=given if isinstance(given, str) else None)
+        return Rendered(prompt=prompt, text=given if isinstance(given, str) else None)
 
     def _with_media(self, ids: tuple[int, ...], data: Any, options: Any) -> RenderedPrompt:
         """The prompt with the images and videos of vLLM's multi_modal_data in the place of its placeholders."""
@@ -314,10 +315,10 @@ class LLM:
         items = [pack(part, vision.settings, _source(part)) for part in parts]
         return expand(ids, items, vision.config, param="prompt")
 
-    def _rendered(self, messages: Messages, template: Mapping[str, Any]) -> "_Rendered":
+    def _rendered(self, messages: Messages, template: Mapping[str, Any]) -> Rendered:
         vision = self.engine.vision
         if vision is None:
-            prompt = RenderedPrompt(ids=tuple(self.tokenizer.render_chat(messages, **template)))
+            prompt = RenderedPrompt(ids=self._token_ids.tuple_of(self.tokenizer.render_chat(messages, **template)))
         else:
             parts = media_parts(messages, modalities=modalities_of(self.tokenizer, vision.config))
             items = [
@@ -327,7 +328,7 @@ class LLM:
         ids = list(prompt.ids)
         for span in reversed(prompt.media):
             del ids[span.start + 1 : span.stop]  # one placeholder for each, as in the template
-        return _Rendered(prompt=prompt, text=self.tokenizer.decode(ids, skip_special_tokens=False))
+        return Rendered(prompt=prompt, text=self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def _each(self, given: Any, count: int) -> list[SamplingParams]:
         """Sampling parameters for each of `count` prompts."""
@@ -344,7 +345,7 @@ class LLM:
         return each
 
     def _request(self, prompt: RenderedPrompt, params: SamplingParams, arrival: float) -> Request:
-        request = Request(
+        return Request(
             id=f"llm-{next(self._names)}",
             prompt_ids=prompt.ids,
             params=params,
@@ -353,7 +354,6 @@ class LLM:
             media=prompt.media,
             positions=prompt.positions,
         )
-        return dataclasses.replace(request, digests=prompt_digests(request, self.info.block_size))
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -361,179 +361,140 @@ class LLM:
         self,
         name: str,
         items: Sequence[Any],
-        read: Callable[[Any], "_Rendered"],
+        read: Callable[[Any], Rendered],
         sampling_params: Params,
         use_tqdm: bool | Callable[..., Any],
         on_error: OnError,
-    ) -> list[RequestOutput]:
-        """Read and run all items; see the class. `name` is that of the items, for messages."""
-        arrival = time.monotonic()
+        *,
+        result: Callable[[RequestOutput], Any] = lambda output: output,
+    ) -> list[Any]:
+        """Read and run all items; see the class. `name` is that of the items, for messages. `result` makes what is
+        returned for an item, as soon as its request ends."""
+        call = Call(
+            name=name,
+            items=items,
+            params=self._each(sampling_params, len(items)),
+            read=read,
+            result=result,
+            arrival=time.monotonic(),
+            tokenizer=self.tokenizer,
+            token_ids=self._token_ids,
+            names=self._names,
+        )
         self._check_open()
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        texts: list[str | None] = [None] * len(items)
-        requests: dict[int, Request] = {}
-        refused: dict[int, str] = {}
-        for i, (item, params) in enumerate(zip(items, self._each(sampling_params, len(items)), strict=True)):
-            try:
-                rendered = read(item)
-                texts[i] = rendered.text
-                request = self._request(rendered.prompt, params, arrival)
-                self.engine.check(request)
-                requests[i] = request
-            except InvalidRequest as error:
-                refused[i] = f"{name}[{i}]: {error}" if len(items) > 1 else str(error)
-                if on_error == "raise":
-                    raise InvalidRequest(refused[i], param=error.param) from error
-
-        def outputs(unfinished: str | None = None) -> list[RequestOutput]:
-            return [
-                self._output(requests[i], texts[i], self._deltas.get(requests[i].id, ()), unfinished)
-                if i in requests
-                else _refused(next(self._names), texts[i], refused[i])
-                for i in range(len(items))
-            ]
-
         try:
-            with request_bar(use_tqdm, len(requests)) as report:
-                self._run(list(requests.values()), report)
-            found = outputs()
+            if on_error == "raise":
+                self._check(call)
+            with request_bar(use_tqdm, len(items)) as report:
+                self._run(call, report)
+            found = call.outputs()
         except KeyboardInterrupt:
-            found = outputs()
-            done = sum(output.finished for output in found)
-            raise Interrupted(f"{done} of {len(items)} {name} were done", found) from None
+            found = call.outputs()
+            raise Interrupted(f"{call.finished} of {len(items)} {name} were done", found) from None
         except EngineError as error:
-            found = outputs(str(error))
-            failed = sum(output.error is not None for output in found)
+            found = call.outputs(str(error))
+            failed = sum(each.error is not None for each in found)
             raise RequestsFailed(f"{failed} of {len(items)} {name} failed: {error}", found) from error
         finally:
-            for request in requests.values():
-                self._drop(request)
-        failed = [i for i in requests if found[i].error is not None]
+            for partial in call.running.values():
+                self._drop(partial.request_id)
+        failed = [index for index, each in enumerate(found) if each.error is not None]
         if failed and on_error == "raise":
-            first = f"{name}[{failed[0]}]: {found[failed[0]].error}"
+            label = f"{name}[{failed[0]}]: "
+            first = label + found[failed[0]].error.removeprefix(label)
             raise RequestsFailed(f"{len(failed)} of {len(items)} {name} failed, the first is {first}", found)
         return found
 
-    def _run(self, requests: Sequence[Request], report: Callable[[int, int], None]) -> None:
-        """Run requests to their end; their deltas are in self._deltas then. `report` is called with the number of those
-        that have ended, and of tokens generated."""
-        waiting, left = collections.deque(requests), {}  # continuations that have not ended, by id of a request
-        unfinished = done = tokens = 0
-        while waiting or unfinished:
-            while waiting and unfinished < MAX_QUEUED_BATCHES * self._num_replicas * self.info.max_num_seqs:
-                request = waiting.popleft()
-                self._add(request)
-                left[request.id] = request.params.n
-                unfinished += request.params.n
-            for delta in self._step():
-                if delta.request_id not in left:
-                    continue
-                tokens += len(delta.token_ids)
-                if delta.finish_reason is not None:
-                    unfinished -= 1
-                    left[delta.request_id] -= 1
-                    done += not left[delta.request_id]
-            report(done, tokens)
+    def _check(self, call: Call) -> None:
+        """Raise InvalidRequest for the first input that can never run. Those that can are kept as they were read, up to
+        MAX_KEPT_BYTES of images."""
+        kept = 0
+        for index, item in enumerate(call.items):
+            try:
+                rendered = call.read(item)
+                self.engine.check(self._request(rendered.prompt, call.params[index], call.arrival))
+            except InvalidRequest as error:
+                raise InvalidRequest(call.labelled(index, error), param=error.param) from error
+            size = sum(span.patches.nbytes for span in rendered.prompt.media)
+            if kept + size <= MAX_KEPT_BYTES:
+                kept += size
+                call.prompts[index] = rendered
+
+    def _run(self, call: Call, report: Callable[[int, int], None]) -> None:
+        """Run all inputs of a call. `report` is called with the number of those that have ended, and of tokens
+        generated. Requests are made as the engine takes them."""
+        limit = MAX_QUEUED_BATCHES * self._num_replicas * self.info.max_num_seqs
+        following = 0
+        while following < len(call.items) or call.running:
+            while following < len(call.items) and call.unfinished < limit:
+                self._start(call, following)
+                following += 1
+            if call.running:
+                self._step()
+            report(len(call.results), call.tokens)
+
+    def _start(self, call: Call, index: int) -> None:
+        """Queue the request of an input, or note why it is refused."""
+        rendered, call.prompts[index] = call.prompts[index], None
+        try:
+            rendered = rendered or call.read(call.items[index])
+            request = self._request(rendered.prompt, call.params[index], call.arrival)
+            call.begin(index, request, rendered.text)  # first: an interrupt behind the next line must find it
+            self._add(request, functools.partial(self._take, call, index))
+        except InvalidRequest as error:
+            call.refuse(index, None if rendered is None else rendered.text, error)
+
+    def _take(self, call: Call, index: int, delta: Delta) -> None:
+        """Give a delta to a call, and forget the request if that was its last one."""
+        call.take(index, delta)
+        if index not in call.running:
+            del self._readers[delta.request_id]
 
     def _pieces(self, request: Request, text: str | None) -> Generator[str, None, RequestOutput]:
         self._check_open()
-        self._add(request)
-        unfinished, read = request.params.n, []
+        unread: collections.deque[Delta] = collections.deque()
+        partial = PartialOutput(request.id, request.prompt_ids, request.params, text)
         try:
-            while unfinished:
-                if not self._deltas[request.id]:
+            self._add(request, unread.append)
+            while partial.unfinished:
+                if not unread:
                     self._step()
-                while self._deltas[request.id]:
-                    delta = self._deltas[request.id].popleft()
-                    read.append(delta)
-                    unfinished -= delta.finish_reason is not None
+                while unread:
+                    delta = unread.popleft()
+                    partial.take(delta)
                     if delta.text:
                         yield delta.text
         finally:
-            self._drop(request)
-        output = self._output(request, text, read)
+            self._drop(request.id)
+        output = partial.output(self.tokenizer, self._token_ids)
         if output.error is not None:
             raise RequestsFailed(output.error, [output])
         return output
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, reader: Callable[[Delta], object]) -> None:
+        """Queue a request, whose deltas `reader` takes."""
+        request = dataclasses.replace(request, digests=prompt_digests(request, self.info.block_size))
         with interrupts_deferred():  # as in _step
             self.engine.add(request)
-            self._deltas[request.id] = collections.deque()
+            self._readers[request.id] = reader
 
-    def _step(self) -> list[Delta]:
-        """Run one step of the engine and store its deltas, which may belong to several callers such as open streams.
+    def _step(self) -> None:
+        """Run one step of the engine. Its deltas may belong to several callers, such as open streams.
 
         Ctrl-C takes effect after the step: within it, it would leave the engine half changed.
         """
         self._check_open()
         with interrupts_deferred():
-            deltas = self.engine.step()
-            for delta in deltas:
-                if delta.request_id in self._deltas:
-                    self._deltas[delta.request_id].append(delta)
-        return deltas
+            for delta in self.engine.step():
+                if (reader := self._readers.get(delta.request_id)) is not None:
+                    reader(delta)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request_id: str) -> None:
         """Forget a request, and abort it if it has not ended."""
-        self.engine.abort(request.id)
-        self._deltas.pop(request.id, None)
-
-    # -- outputs --------------------------------------------------------------------------------------------------
-
-    def _output(
-        self, request: Request, text: str | None, deltas: Iterable[Delta], unfinished: str | None = None
-    ) -> RequestOutput:
-        """The output of a request from its deltas. `unfinished` is the error of continuations that have not ended; if
-        it is None, they were interrupted."""
-        by_index: list[list[Delta]] = [[] for _ in range(request.params.n)]
-        for delta in deltas:
-            by_index[delta.index].append(delta)
-        completions, errors, prompt_logprobs, cached = [], [], None, 0
-        for index, own in enumerate(by_index):
-            last = own[-1] if own else Delta(request_id=request.id)
-            reason = last.finish_reason or ("abort" if unfinished is None else "error")
-            if reason == "error":
-                errors.append(last.error or unfinished or "the engine gave no reason")
-            cached = max([cached, *(delta.cached_tokens for delta in own)])
-            prompt_logprobs = next((d.prompt_logprobs for d in own if d.prompt_logprobs is not None), prompt_logprobs)
-            logprobs = None
-            if request.params.logprobs is not None:
-                logprobs = tuple(self._named(entry) for delta in own for entry in delta.logprobs)
-            completions.append(
-                Completion(
-                    index=index,
-                    text="".join(delta.text for delta in own),
-                    token_ids=tuple(token for delta in own for token in delta.token_ids),
-                    logprobs=logprobs,
-                    finish_reason=reason,
-                    stop_reason=last.stop_reason,
-                )
-            )
-        if prompt_logprobs is not None and request.params.prompt_logprobs:
-            prompt_logprobs = tuple(None if entry is None else self._named(entry) for entry in prompt_logprobs)
-        return RequestOutput(
-            request_id=request.id,
-            prompt=text,
-            prompt_ids=request.prompt_ids,
-            prompt_logprobs=prompt_logprobs,
-            outputs=tuple(completions),
-            num_cached_tokens=cached,
-            error=errors[0] if errors else None,
-        )
-
-    def _named(self, entry: TokenLogprob) -> TokenLogprob:
-        """The entry with the texts of its tokens."""
-        return dataclasses.replace(entry, texts={token: self.tokenizer.token_text(token) for token in entry})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Rendered:
-    """A prompt, and its text if there is one."""
-
-    prompt: RenderedPrompt
-    text: str | None
+        self.engine.abort(request_id)
+        self._readers.pop(request_id, None)
 
 
 def _config(model: Path | str | None, options: dict[str, Any]) -> EngineConfig:
@@ -563,14 +524,6 @@ def _conversations(messages: Any) -> list[Any]:
 def _first_other(each: list[Any]) -> str:
     """Where a list of sampling parameters has something else."""
     return next(f"{type(p).__name__} at {i}" for i, p in enumerate(each) if not isinstance(p, SamplingParams))
-
-
-def _refused(number: int, text: str | None, error: str) -> RequestOutput:
-    """The output of an input that was refused."""
-    none = Completion(index=0, text="", token_ids=(), logprobs=None, finish_reason="error")
-    return RequestOutput(
-        request_id=f"llm-{number}", prompt=text, prompt_ids=(), prompt_logprobs=None, outputs=(none,), error=error
-    )
 
 
 def _score(output: RequestOutput) -> Score:

@@ -51,7 +51,7 @@ class VisionInputs:
                 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
     """The prompt of a Request.
 

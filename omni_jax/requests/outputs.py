@@ -92,7 +92,7 @@ class Delta:
     error: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One continuation, with the names of vLLM's CompletionOutput.
 
@@ -122,7 +122,7 @@ class Completion:
         return self.finish_reason in ("stop", "length")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
     """A request that has ended: its prompt and its continuations, ordered by index.
 

@@ -5,13 +5,18 @@ import math
 import os
 import pickle
 import signal
+import tracemalloc
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from omni_jax import LLM, EngineError, Interrupted, InvalidRequest, RequestsFailed, SamplingParams
+from omni_jax.engine import llm as llm_module
 from omni_jax.engine.interrupts import interrupts_deferred
+from omni_jax.engine.partial_output import PartialOutput, TokenIds
+from omni_jax.inputs.prompt import pack_part
+from omni_jax.requests import Delta
 from tests import tiny
 from tests.engines import assert_idle, greedy, load_tiny, sharing
 
@@ -128,6 +133,74 @@ def test_refused_inputs_are_named_and_may_be_skipped(llm):
         llm.stream("")
     with pytest.raises(ValueError, match="on_error must be 'raise' or 'return', got 'skip'"):
         llm.generate("hello", on_error="skip")
+
+
+def test_inputs_are_read_as_the_engine_takes_them(llm, monkeypatch):
+    """The engine's batch has 8 sequences, so 16 continuations are queued."""
+    encode, add, step = llm.tokenizer.encode, llm.engine.add, llm.engine.step
+    read, added, ahead = [], [], []
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **kw: (read.append(text), encode(text, **kw))[1])
+    monkeypatch.setattr(llm.engine, "add", lambda request: (add(request), added.append(request)))
+    monkeypatch.setattr(llm.engine, "step", lambda: (ahead.append((len(read), len(added))), step())[1])
+    prompts = [f"prompt {i}" if i % 3 else "" for i in range(60)]
+    outputs = llm.generate(iter(prompts), greedy(max_tokens=2), on_error="return")
+    assert ahead[0] == (24, 16)  # 8 of the first 24 were refused
+    assert len(read) == 60
+    assert [output.prompt for output in outputs] == prompts
+    assert [output.finished for output in outputs] == [i % 3 > 0 for i in range(60)]
+    read.clear(), added.clear(), ahead.clear()
+    assert llm.generate([p for p in prompts if p], SamplingParams(n=4, max_tokens=2))[39].finished
+    assert ahead[0] == (40, 4)  # all were checked, and none was read twice
+    assert len(read) == 40
+    assert_idle(llm.engine)
+
+
+def test_an_answer_takes_a_few_bytes_a_token_until_it_is_whole():
+    """A delta for each token would take 300 bytes, and Python integers 36."""
+    ids, partial = TokenIds(), PartialOutput("a", (1,), SamplingParams(), None)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for i in range(20_000):
+        partial.take(Delta(request_id="a", text=f"{i:06d}", token_ids=(1000 + i % 100,)))
+    held = tracemalloc.get_traced_memory()[0] - before
+    output = partial.output(None, ids)
+    del partial
+    kept = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert output.outputs[0].text == "".join(f"{i:06d}" for i in range(20_000))
+    assert output.outputs[0].token_ids == tuple(1000 + i % 100 for i in range(20_000))
+    assert held < 14 * 20_000  # 6 of text, 4 of the id, and room to grow
+    assert kept < 16 * 20_000
+
+
+def test_images_are_read_again_if_those_that_were_checked_are_many(tmp_path, monkeypatch):
+    with sharing(load_tiny("qwen2_vl")) as model_dir:
+        llm = LLM(model_dir)
+    pixels = np.arange(56 * 56 * 3, dtype=np.uint8).reshape(56, 56, 3)
+    for i in range(3):
+        Image.fromarray(pixels + np.uint8(i)).save(tmp_path / f"{i}.png")
+    text = {"type": "text", "text": "hello"}
+    chats = [
+        [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / f"{i}.png")}, text]}] for i in range(3)
+    ]
+    expected = llm.chat(chats, greedy(max_tokens=4))
+    size = 56 * 56 * 3
+    packed = []
+    for limit, count in ((0, 6), (size, 5), (3 * size, 3)):
+        packed.clear()
+        monkeypatch.setattr(llm_module, "MAX_KEPT_BYTES", limit)
+        monkeypatch.setattr(llm_module, "pack_part", lambda *args, **kw: (packed.append(1), pack_part(*args, **kw))[1])
+        outputs = llm.chat(chats, greedy(max_tokens=4))
+        assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+        assert len(packed) == count
+    check = llm._check
+    monkeypatch.setattr(llm_module, "MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr(llm, "_check", lambda call: (check(call), (tmp_path / "1.png").unlink()))
+    with pytest.raises(
+        RequestsFailed, match=r"1 of 3 conversations failed, the first is conversations\[1\]: .*cannot read"
+    ):
+        llm.chat(chats, greedy(max_tokens=4))
+    assert_idle(llm.engine)
 
 
 def test_vllms_spellings(llm):
@@ -264,6 +337,30 @@ def test_ctrl_c_hands_back_what_is_done(llm, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_before_the_inputs_are_read(llm, monkeypatch):
+    encode, calls = llm.tokenizer.encode, iter(range(1000))
+
+    def pressed(text, **kw):
+        if next(calls) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return encode(text, **kw)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", pressed)
+    prompts = [f"prompt {i}" for i in range(60)]
+    with pytest.raises(Interrupted, match="0 of 60 prompts were done") as checked:
+        llm.generate(prompts, greedy(max_tokens=2))
+    assert llm.engine.stats().steps == 0
+    calls = iter(range(1000))
+    with pytest.raises(Interrupted, match=r"[1-9]\d* of 60 prompts were done") as lazily:
+        llm.generate(prompts, greedy(max_tokens=2), on_error="return")
+    for caught in (checked, lazily):
+        outputs = caught.value.outputs
+        assert [output.prompt for output in outputs] == prompts
+        assert (outputs[59].outputs[0].finish_reason, outputs[59].error) == ("abort", None)
+    assert outputs[0].finished
+    assert_idle(llm.engine)
+
+
 def test_ctrl_c_while_a_request_is_queued_leaves_the_engine_idle(llm, monkeypatch):
     add = llm.engine._scheduler.add
 
@@ -309,7 +406,8 @@ def test_progress_counts_requests(llm):
 
     bars = []
     llm.generate([[3], [4], [5]], SamplingParams(n=2, max_tokens=3), use_tqdm=Bar)
-    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [(3, 3, True)]
+    llm.generate([[3], [], [5]], greedy(max_tokens=3), use_tqdm=Bar, on_error="return")
+    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [(3, 3, True)] * 2
 
 
 def test_multi_modal_data_is_a_chat_with_the_same_picture(tmp_path):
