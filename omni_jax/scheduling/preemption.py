@@ -40,7 +40,7 @@ class Preemption:
     def truncate(self, sequence: Sequence, keep: int) -> None:
         """Free a sequence's blocks after the first `keep`, and drop its features."""
         self._blocks.truncate(sequence, keep)
-        if self._features is not None:
+        if self._features is not None and sequence.request.media:
             self._features.release(sequence)
 
     def enqueue(self, sequence: Sequence) -> None:

@@ -88,41 +88,48 @@ class Parked:
     """Waiting sequences whose next block is being computed by another sequence, its owner."""
 
     def __init__(self) -> None:
-        self._by_owner: dict[Sequence, list[tuple[int, int, Sequence]]] = {}  # heaps of (last, number, sequence)
-        self._numbers: dict[Sequence, int] = {}  # of the latest entry of each
-        self._next = itertools.count()
+        # By owner and the last block that they share with it; each group in the order of parking.
+        self._by_owner: dict[Sequence, SortedDict] = {}
+        self._places: dict[Sequence, tuple[Sequence, int]] = {}
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._numbers
+        return sequence in self._places
 
     def add(self, sequence: Sequence, owner: Sequence, last: int) -> None:
         """Park a sequence until the owner has registered its block number `last`, the last one that they share."""
-        self._numbers[sequence] = number = next(self._next)
-        heapq.heappush(self._by_owner.setdefault(owner, []), (last, number, sequence))
+        self.discard(sequence)
+        self._places[sequence] = owner, last
+        self._by_owner.setdefault(owner, SortedDict()).setdefault(last, {})[sequence] = None
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence if it is there."""
-        self._numbers.pop(sequence, None)
+        place = self._places.pop(sequence, None)
+        if place is None:
+            return
+        owner, last = place
+        groups = self._by_owner[owner]
+        del groups[last][sequence]
+        if not groups[last]:
+            del groups[last]
+            if not groups:
+                del self._by_owner[owner]
 
     def wake(self, owners: Collection[Sequence], limit: int) -> list[Sequence]:
         """Remove and return up to `limit` sequences whose owner is not among `owners` (those that go on computing new
         blocks) or has passed the last block that they share."""
         woken: list[Sequence] = []
-        for owner, heap in list(self._by_owner.items()):
-            while heap and (owner not in owners or heap[0][0] < owner.registered):
-                if len(woken) >= limit:
-                    return woken
-                _, number, sequence = heapq.heappop(heap)
-                if self._numbers.get(sequence) == number:
-                    del self._numbers[sequence]
-                    woken.append(sequence)
-            if not heap:
-                del self._by_owner[owner]
+        for owner, groups in self._by_owner.items():
+            for last, group in groups.items():
+                if len(woken) >= limit or (owner in owners and last >= owner.registered):
+                    break
+                woken += itertools.islice(group, limit - len(woken))
+        for sequence in woken:
+            self.discard(sequence)
         return woken
 
 
 class Queues:
-    """Waiting and running sequences, each in order of arrival, and the free slots.
+    """Waiting and running sequences, and the free slots.
 
     Args:
         max_num_seqs: Number of slots.
@@ -130,21 +137,21 @@ class Queues:
         can_start: Whether the next image of a sequence is encoded, if it has one.
 
     Attributes:
-        waiting: Sequences without a slot.
-        running: Sequences with a slot.
+        waiting: Sequences without a slot; the keys of a dict, since thousands may leave it in one step.
+        running: Sequences with a slot, in order of arrival.
         line: Waiting sequences in the order of service, without those that are known to be unable to start.
         parked: Waiting sequences whose next block is being computed.
-        returning: Waiting sequences that will be filed anew: their image is encoded.
+        returning: Waiting sequences that will be filed anew, since their image is encoded; the keys of a dict.
         holders: Waiting sequences that hold blocks, by the last of these.
         free_slots: Slots that no sequence has.
     """
 
     def __init__(self, max_num_seqs: int, discipline: Discipline, can_start: Callable[[Sequence], bool]):
-        self.waiting: SortedKeyList = SortedKeyList(key=_order)
+        self.waiting: dict[Sequence, None] = {}
         self.running: list[Sequence] = []
         self.line = Line(discipline)
         self.parked = Parked()
-        self.returning: collections.deque[Sequence] = collections.deque()
+        self.returning: collections.OrderedDict[Sequence, None] = collections.OrderedDict()
         self.holders: dict[int, SortedKeyList] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._can_start = can_start
@@ -152,7 +159,7 @@ class Queues:
 
     def add(self, sequence: Sequence) -> None:
         """Add a waiting sequence."""
-        self.waiting.add(sequence)
+        self.waiting[sequence] = None
         self.file(sequence)
 
     def file(self, sequence: Sequence) -> None:
@@ -177,9 +184,7 @@ class Queues:
     def file_returning(self) -> None:
         """File some of the sequences whose images are encoded."""
         for _ in range(min(len(self.returning), LOOKS + len(self.free_slots))):
-            sequence = self.returning.popleft()
-            if sequence in self.waiting:
-                self.file(sequence)
+            self.file(self.returning.popitem(last=False)[0])
 
     def next_in_line(self, count: int, now: float, held: Collection[str]) -> list[Sequence]:
         """The first `count` sequences of the line, without requests that are held."""
@@ -207,7 +212,8 @@ class Queues:
 
     def _forget(self, sequence: Sequence) -> None:
         """Remove a waiting sequence from all places."""
-        self.waiting.discard(sequence)
+        self.waiting.pop(sequence, None)
+        self.returning.pop(sequence, None)
         self.line.discard(sequence)
         self.parked.discard(sequence)
         self._forget_holder(sequence)

@@ -52,7 +52,7 @@ class Scheduler:
         blocks: Prefix caching, swapping and compression; without it none of them is used.
 
     Attributes:
-        waiting, running: Sequences without and with a slot, each in order of arrival.
+        waiting, running: Sequences without and with a slot; the latter in order of arrival.
         events: Events since the caller last cleared the list.
         held: Ids of requests that must wait, whatever their rank. Set by the caller, after `reset`.
     """
@@ -359,7 +359,8 @@ class Scheduler:
     def encoded(self, batch: Iterable[MediaSpan]) -> None:
         """Mark the features of `batch` as ready for the steps planned from now on."""
         assert self.features is not None
-        self._queues.returning.extend(s for s in self.features.encoded(batch) if s.slot is None)
+        waiting = [sequence for sequence in self.features.encoded(batch) if sequence.slot is None]
+        self._queues.returning.update(dict.fromkeys(waiting))
 
     # -- results ------------------------------------------------------------------------------------------------------
 

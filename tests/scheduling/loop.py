@@ -337,8 +337,7 @@ class Loop:
         assert held == +pool.counted
         assert pool.num_used == len(held)
         assert pool.num_used + pool.num_free == pool.num_usable
-        for queue in (running, waiting):
-            assert [s.order for s in queue] == sorted({s.order for s in queue})
+        assert [s.order for s in running] == sorted({s.order for s in running})
         slots = [s.slot for s in running]
         assert None not in slots
         assert sorted(slots + scheduler._queues.free_slots) == list(range(self.config.max_num_seqs))

@@ -272,7 +272,7 @@ class Soak:
 
     def disturb(self) -> None:
         """Now and then abort a request, or let a step raise."""
-        live = self.scheduler.running or self.scheduler.waiting
+        live = self.scheduler.running or sorted(self.scheduler.waiting, key=lambda sequence: sequence.order)
         if live and self.rng.random() < 0.02:
             for sequence in self.scheduler.abort(self.rng.choice(live).request.id):
                 self.ended(sequence)

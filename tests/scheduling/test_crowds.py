@@ -1,5 +1,8 @@
 """What a plan costs does not grow with the number of sequences that wait. Nothing here measures time."""
 
+import gc
+import weakref
+
 import pytest
 
 from omni_jax.memory.prefix import prompt_digests
@@ -112,6 +115,53 @@ def test_an_image_that_thousands_share_lets_them_start_in_turn():
     run.run()
     run.check_endings()
     assert run.encoded == {b"a": 1}
+
+
+WAITING = {  # why a sequence waits: whether one does, of these queues
+    "in line": lambda queues, sequence: sequence in queues.line,
+    "parked": lambda queues, sequence: sequence in queues.parked,
+    "without features": lambda queues, sequence: not sequence.media_held,
+    "with features": lambda queues, sequence: sequence.media_held > 0,
+    "returning": lambda queues, sequence: sequence in queues.returning,
+    "swapped": lambda queues, sequence: sequence.swapped is not None,
+    "with blocks": lambda queues, sequence: bool(sequence.blocks),
+}
+
+
+@pytest.mark.parametrize("why", WAITING)
+def test_an_abort_keeps_nothing_of_a_sequence_that_waits(why):
+    pictures = why in ("without features", "with features", "returning")
+    run = Loop(
+        blocks=400,
+        block_size=4,
+        max_model_len=64,
+        discipline=SLOFirst(aging_seconds=1000),
+        max_num_batched_tokens=8 if why == "parked" else 64,
+        prefix_caching=why == "parked",
+        feature_rows=12 if pictures else 0,
+        swap=1 if why == "swapped" else None,
+    )
+    queues = run.scheduler._queues
+    for number in range(3 * LOOKS if why == "returning" else 40):
+        media = [image_span("a" if why == "returning" else f"i{number}", 1, 6)] if pictures else []
+        prompt = [i % 7 for i in range(60)] if why == "parked" else 9
+        run.add(prompt, media=media, max_tokens=3, ignore_eos=True, n=20 if why == "with blocks" else 1)
+    while not any(WAITING[why](queues, sequence) for sequence in queues.waiting):
+        run.step()
+        while why == "swapped" and queues.running:
+            run.preempt(queues.running[0])
+    names = sorted({s.request.id for s in queues.waiting if WAITING[why](queues, s)})[::2]
+    ended = [weakref.ref(sequence) for name in names for sequence in run.scheduler.abort(name)]
+    assert ended
+    run.check()
+    for _ in range(2):  # those in flight hold sequences
+        run.step()
+    run.sequences = [s for s in run.sequences if s.finish_reason is None]
+    for record in (run.computed, run.admitted, run.plans, run.device.streams, run.scheduler.events):
+        record.clear()
+    gc.collect()
+    assert not [sequence() for sequence in ended if sequence() is not None]
+    run.run()
 
 
 # -- nothing is taken for a sequence that could not run ---------------------------------------------------------------

@@ -241,7 +241,7 @@ def test_pre_03_a_preempted_sequence_waits_for_its_token_and_is_not_overtaken():
 def test_children_wait_for_the_prefill_and_compute_only_the_tail(prompt, tail, budget):
     loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=budget)
     parent, *children = loop.add(prompt, n=4, max_tokens=3)
-    assert loop.scheduler.waiting == [parent]
+    assert list(loop.scheduler.waiting) == [parent]
     while any(child.scheduled_at is None for child in children):
         before = parent.computed
         loop.step()
