@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from omni_jax.engine import engine as engine_module
+from omni_jax.engine import core as engine_module
 from omni_jax.engine import loading
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.engine import Engine
@@ -180,4 +180,4 @@ def assert_idle(engine: Engine) -> None:
     assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
     assert stats.encoder_cache_usage == 0.0
     assert stats.blocks_swapped == 0
-    check_leaks(engine._pool, [])
+    check_leaks(engine.core.pool, [])

@@ -1,4 +1,4 @@
-"""The engine for an event loop: threads run its replicas, coroutines read their deltas."""
+"""The engine for an event loop: engine cores run beside it, coroutines read their deltas."""
 
 import asyncio
 import collections
@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from omni_jax.engine.config import EngineConfig, EngineInfo
-from omni_jax.engine.replicas import Dispatcher
+from omni_jax.engine.cores import thread_cores
+from omni_jax.engine.dispatcher import Core, Dispatcher
+from omni_jax.engine.messages import FromCore
 from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.inputs.tokenizer import Tokenizer
@@ -44,7 +46,7 @@ class DeltaStream:
 
 
 class AsyncEngine:
-    """Runs one Engine per replica, each in its own thread. Call its methods on one event loop.
+    """Runs an engine core for each replica, each in a thread of its own. Call its methods on one event loop.
 
     Attributes:
         info: the served model and the engine's limits; set by `start`.
@@ -58,41 +60,56 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig, progress: StageReport | None = None):
         self._config = config
-        self._dispatcher = Dispatcher(config, self._call_soon, self._deliver, progress)
+        self._cores = thread_cores(config, progress, self._receive)
+        self._dispatcher: Dispatcher | None = None
         self._streams: dict[str, DeltaStream] = {}
         self._draining = False
 
     async def start(self) -> None:
-        """Load and compile in the replicas' threads. Returns when requests can be submitted.
+        """Load and compile in the cores' threads. Returns when requests can be submitted.
 
         Raises:
             whatever loading raises.
         """
         self._loop = asyncio.get_running_loop()
         try:
-            await asyncio.gather(*map(asyncio.wrap_future, self._dispatcher.start()))
+            for core in self._cores:
+                core.start()
+            await asyncio.gather(*(asyncio.wrap_future(core.ready) for core in self._cores))
         except BaseException:
-            self._dispatcher.stop()
+            for core in self._cores:
+                core.stop()
             raise
-        self._dispatcher.finish_start()
-        engine = self._dispatcher.engine
-        self.info, self.tokenizer, self.vision = engine.info, engine.tokenizer, engine.vision
+        self._dispatcher = Dispatcher(self._config, self._cores, self._deliver)
+        served = self._dispatcher.served
+        self.info, self.tokenizer, self.vision = served.info, served.tokenizer, served.vision
+
+    @property
+    def _running(self) -> Dispatcher:
+        if self._dispatcher is None:
+            raise Unavailable("the engine has not started")
+        return self._dispatcher
 
     @property
     def recorder(self) -> Recorder:
-        """Records of requests and segments; available after `start`."""
-        return self._dispatcher.recorder
+        """Records of requests and segments, for reading; available after `start`."""
+        return self._running.recorder()
+
+    @property
+    def totals(self) -> Recorder:
+        """The same without the latest records, whose copies take milliseconds."""
+        return self._running.recorder(window=False)
 
     def check_queue(self) -> None:
         """Raise what `submit` would raise for any request now: Unavailable or EngineError.
 
         For callers that prepare a request at some cost, such as fetching its images.
         """
-        _ = self._dispatcher.engine  # raises if there is none
+        self._running.check_alive()
         if self._draining:
             raise Unavailable("the server is shutting down")
         limit = self._config.max_num_queued_reqs
-        if limit is not None and self._dispatcher.num_waiting >= limit:
+        if limit is not None and self._running.num_waiting >= limit:
             raise Unavailable(f"the queue is full: {limit} requests are waiting (--max-num-queued-reqs)")
 
     def submit(self, request: Request) -> DeltaStream:
@@ -106,36 +123,36 @@ class AsyncEngine:
         self.check_queue()
         if request.id in self._streams:
             raise InvalidRequest(f"request id {request.id!r} is in use by a live request", param="request_id")
-        self._dispatcher.submit(request)
+        self._running.submit(request)
         stream = self._streams[request.id] = DeltaStream(request.params.n)
         return stream
 
     def cut(
         self, ids: tuple[int, ...], media: tuple[MediaSpan, ...] = (), policy: str | Mapping[str, Any] | None = None
     ) -> tuple[Segment, ...]:
-        """See Engine.cut. Thread-safe."""
-        return self._dispatcher.cut(ids, media, policy)
+        """See InputProcessor.cut. Thread-safe."""
+        return self._running.inputs.cut(ids, media, policy)
 
     def abort(self, request_id: str) -> None:
         """Abort a request within two steps. Ignores unknown and ended ids."""
         if request_id in self._streams:
-            self._dispatcher.abort(request_id)
+            self._running.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache before the next step. Running requests continue."""
-        self._dispatcher.reset_prefix_cache()
+        self._running.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Statistics of all replicas together. Thread-safe."""
-        return self._dispatcher.stats()
+        return self._running.stats()
 
     def replica_stats(self) -> tuple[EngineStats, ...]:
         """Statistics of each replica. Thread-safe."""
-        return self._dispatcher.replica_stats()
+        return self._running.core_stats()
 
     def check_health(self) -> None:
-        """Raise EngineError if a replica has failed, or has work but made no progress for `hang_seconds`."""
-        self._dispatcher.check_health()
+        """Raise EngineError if a core has failed, or a step of it hangs."""
+        self._running.check_health()
 
     async def stop(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, give live ones `drain_seconds` to finish, abort the rest, and end the threads."""
@@ -145,8 +162,14 @@ class AsyncEngine:
             await asyncio.sleep(0.02)
         for request_id in list(self._streams):
             self.abort(request_id)
-        self._dispatcher.stop()
-        await asyncio.to_thread(self._dispatcher.join)
+        for core in self._cores:
+            core.stop()
+        for core in self._cores:
+            await asyncio.to_thread(core.join)
+
+    def _receive(self, core: Core, message: FromCore) -> None:
+        """Take a message of a core, in any thread."""
+        self._call_soon(lambda: self._running.receive(core, message))
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:

@@ -273,12 +273,16 @@ class EngineConfig(ModelSettings, CacheSettings, SchedulingSettings, EncoderSett
     Attributes:
         model_dir: A model directory in Hugging Face layout, or the id of a repository of the Hugging Face hub.
         forbid_tracing: After warm-up, raise an error where the engine's thread would trace, and so compile, a function.
-        hang_seconds: Seconds after which an unfinished step makes the engine unhealthy.
+        restart_core: Start another engine core in the place of one that has ended or hangs. Requests that have shown no
+            output go on in it. (Cores in processes of their own only.)
+        hang_seconds: Seconds after which an unfinished step makes the engine unhealthy. Default: 30, and more where
+            steps of this kind and size take long; see EngineCore.patience.
     """
 
     model_dir: Path | str
     forbid_tracing: bool = True
-    hang_seconds: float = 300.0
+    restart_core: bool = False
+    hang_seconds: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -322,6 +326,7 @@ class EngineInfo:
         compile_seconds: wall time of compiling all of them.
         cache_hits: how many came from the compilation cache.
         encoder_cache_tokens: features of images that the device holds; 0 for a model that reads text only.
+        max_patches: patches of the largest image that the vision tower takes; 0 for a model that reads text only.
         attention: what computes it: "decode", "mixed" (steps of other rows) and "write" (of keys and values) to an
             implementation.
         attention_fallbacks: why some of it is computed by XLA where kernels were to be expected, a sentence each.
@@ -344,5 +349,6 @@ class EngineInfo:
     compile_seconds: float = 0.0
     cache_hits: int = 0
     encoder_cache_tokens: int = 0
+    max_patches: int = 0
     attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attention_fallbacks: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from omni_jax.engine.engine import Engine
 from omni_jax.engine.interrupts import interrupts_deferred
 from omni_jax.engine.llm_call import Call, Rendered
 from omni_jax.engine.partial_output import PartialOutput, TokenIds
-from omni_jax.engine.replicas import ReplicatedEngine
+from omni_jax.engine.replicated import ReplicatedEngine
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, expand, modalities_of, pack_part

@@ -18,6 +18,7 @@ from omni_jax import compat
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.generation_config import default_sampling, eos_token_ids
 from omni_jax.engine.kernels import choose_kernels
+from omni_jax.engine.tokenizer import read_tokenizer
 from omni_jax.engine.vision_limits import encoder_cache_tokens, image_limit
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
@@ -54,8 +55,11 @@ class Loaded:
     channel: Front | Follower | None = None
 
 
-def load(config: EngineConfig, progress: StageReport | None = None, replica: int = 0) -> Loaded:
-    """Load, size and compile a model on the devices of a replica.
+def load(
+    config: EngineConfig, progress: StageReport | None = None, replica: int = 0, *, isolated: bool = False
+) -> Loaded:
+    """Load, size and compile a model on the devices of a replica; if `isolated`, on the first devices of this process,
+    which sees only those of the replica.
 
     Raises:
         CheckpointError, UnsupportedModel: the directory cannot be used.
@@ -68,8 +72,9 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         compat.use_compilation_cache(Path(cache))
     compat.count_compilations()
     channel = _join(config)
-    whole = make_mesh(jax.devices(), data=config.data_parallel_size, model=config.tensor_parallel_size)
-    mesh = replica_meshes(whole)[replica]
+    rows = 1 if isolated else config.data_parallel_size
+    whole = make_mesh(jax.devices(), data=rows, model=config.tensor_parallel_size)
+    mesh = replica_meshes(whole)[0 if isolated else replica]
     if channel is not None and mesh.size != len(jax.devices()):
         raise ValueError(
             f"{config.num_processes} processes have {len(jax.devices())} devices, which must all share the model: give "
@@ -160,6 +165,7 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         compile_seconds=seconds,
         cache_hits=hits,
         encoder_cache_tokens=_cache_tokens(config, vision) if vision else 0,
+        max_patches=encoder.buckets[-1] if encoder else 0,
         attention=dataclasses.asdict(kernels),
         attention_fallbacks=fallbacks,
     )
@@ -172,22 +178,6 @@ def load(config: EngineConfig, progress: StageReport | None = None, replica: int
         eos_token_ids=eos_ids,
         channel=channel,
     )
-
-
-def read_tokenizer(config: EngineConfig, vocab_size: int, *, has_tower: bool = False) -> Tokenizer:
-    """Read the tokenizer of a model with this vocabulary, and with or without a vision tower.
-
-    Raises:
-        FileNotFoundError, ValueError: see Tokenizer.from_directory; or it is another model's.
-    """
-    tokenizer = Tokenizer.from_directory(config.tokenizer_dir, chat_template=config.chat_template, has_tower=has_tower)
-    if config.tokenizer is not None and tokenizer.max_token_id >= vocab_size:
-        raise ValueError(
-            f"the tokenizer in {config.tokenizer} has token ids up to {tokenizer.max_token_id}, but the vocabulary of "
-            f"the model in {config.model_dir} has {vocab_size} (0 to {vocab_size - 1}): give the tokenizer that the "
-            "model was trained with"
-        )
-    return tokenizer
 
 
 def _join(config: EngineConfig) -> Front | Follower | None:

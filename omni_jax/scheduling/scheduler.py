@@ -113,6 +113,10 @@ class Scheduler:
         """All continuations of a live request, by index; empty if it is not live."""
         return self._live.get(request_id, [])
 
+    def live(self) -> list[Sequence]:
+        """All continuations that have not ended, in order of arrival."""
+        return [s for family in self._live.values() for s in family if s.finish_reason is None]
+
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request and return its continuations, by index.
 
@@ -166,7 +170,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Requeue all running sequences after a step that raised, and discard pending tokens (contract e)."""
-        live = [s for family in self._live.values() for s in family if s.finish_reason is None]
+        live = self.live()
         unqueued = {child for sequence in live for child in sequence.children}  # they need no features yet
         for sequence in live:
             self.blocks.drop_swapped(sequence)  # its last rows may be those that the step did not write

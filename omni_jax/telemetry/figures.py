@@ -44,10 +44,10 @@ class Histogram:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def merge(self, other: "Histogram") -> None:
-        """Add the counts of another histogram."""
-        self.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
-        self.sum += other.sum
+    def merge(self, counts: Sequence[int], total: float) -> None:
+        """Add the counts and the sum of another histogram with the same bounds."""
+        self.counts = [one + more for one, more in zip(self.counts, counts, strict=True)]
+        self.sum += total
 
 
 def request_times(record: RequestRecord) -> dict[str, float]:

@@ -74,6 +74,32 @@ class _Open:
     steps: int = 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecorderState:
+    """The statistics of a recorder as plain data, which other processes can read. See Recorder for the fields.
+
+    Attributes:
+        requests, segments: The latest records.
+        num_requests, num_segments: Number of all records.
+        histograms: (class, stage, count per bucket of SECONDS, sum) of segments.
+        totals: Name in BOUNDS -> (count per bucket, sum).
+        verdicts: (class, objective, whether it was met, number of requests).
+    """
+
+    requests: list[RequestRecord]
+    segments: list[SegmentRecord]
+    num_requests: int
+    num_segments: int
+    histograms: list[tuple[Modality, Stage, tuple[int, ...], float]]
+    totals: dict[str, tuple[tuple[int, ...], float]]
+    verdicts: list[tuple[Modality, Objective, bool, int]]
+    pauses: int
+    resumes: int
+    blocks_taken: int
+    preemptions: dict[str, int]
+    swapped: dict[str, int]
+
+
 class _Progress:
     """The progress of a live continuation's prompt."""
 
@@ -292,27 +318,45 @@ class Recorder:
                 merged.append((began, ended))
         return merged
 
+    def state(self, *, window: bool = True) -> "RecorderState":
+        """Its statistics as plain data. Without `window`, which takes milliseconds, the latest records are left out."""
+        with self._lock:
+            return RecorderState(
+                requests=list(self._requests) if window else [],
+                segments=list(self._ended) if window else [],
+                num_requests=self._num_requests,
+                num_segments=self._num_segments,
+                histograms=[(*key, tuple(found.counts), found.sum) for key, found in self._histograms.items()],
+                totals={name: (tuple(found.counts), found.sum) for name, found in self._totals.items()},
+                verdicts=[(*key, count) for key, count in self._verdicts.items()],
+                pauses=self.pauses,
+                resumes=self.resumes,
+                blocks_taken=self.blocks_taken,
+                preemptions=dict(self.preemptions),
+                swapped=dict(self.swapped),
+            )
+
     @classmethod
-    def merged(cls, parts: "Iterable[Recorder]") -> "Recorder":
-        """A new recorder with the combined records and counts of several, for reading."""
+    def of(cls, states: "Iterable[RecorderState]") -> "Recorder":
+        """A recorder with the combined statistics of several, for reading."""
         whole, requests, ended = cls(), [], []
-        for part in parts:
-            with part._lock:
-                requests += part._requests
-                ended += part._ended
-                whole._num_requests += part._num_requests
-                whole._num_segments += part._num_segments
-                for key, found in part._histograms.items():
-                    whole._histograms.setdefault(key, Histogram()).merge(found)
-                for name, total in part._totals.items():
-                    whole._totals[name].merge(total)
-                whole._verdicts.update(part._verdicts)
-            whole.pauses += part.pauses
-            whole.resumes += part.resumes
-            whole.blocks_taken += part.blocks_taken
-            for cause, count in part.preemptions.items():
+        for state in states:
+            requests += state.requests
+            ended += state.segments
+            whole._num_requests += state.num_requests
+            whole._num_segments += state.num_segments
+            for kind, stage, counts, total in state.histograms:
+                whole._histograms.setdefault((kind, stage), Histogram()).merge(counts, total)
+            for name, (counts, total) in state.totals.items():
+                whole._totals[name].merge(counts, total)
+            for kind, name, met, count in state.verdicts:
+                whole._verdicts[kind, name, met] += count
+            whole.pauses += state.pauses
+            whole.resumes += state.resumes
+            whole.blocks_taken += state.blocks_taken
+            for cause, count in state.preemptions.items():
                 whole.preemptions[cause] += count
-                whole.swapped[cause] += part.swapped[cause]
+                whole.swapped[cause] += state.swapped[cause]
         whole._requests.extend(sorted(requests, key=lambda record: record.ended_at))
         whole._ended.extend(sorted(ended, key=lambda record: record.ended_at))
         return whole

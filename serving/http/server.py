@@ -72,7 +72,7 @@ def make_app(
             stats=engine.stats,
             info=engine.info,
             model_name=settings.served_model_name[0],
-            recorder=lambda: engine.recorder,
+            recorder=lambda: engine.totals,
             segment_counts=cutter.counts,
         ),
         cutter=cutter,

@@ -24,7 +24,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from omni_jax.engine import engine as engine_module
+from omni_jax.engine import core as engine_module
 from omni_jax.engine.config import EngineConfig
 from tests.docs import cli
 from tests.docs.markdown import ROOT, blocks, commands

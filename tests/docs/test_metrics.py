@@ -36,7 +36,7 @@ async def families() -> dict[str, tuple[str, set[str]]]:
     engine = FakeEngine()
     engine._stats.pool, engine._stats.swap = POOL, types.SimpleNamespace(host_bytes=0, disk_bytes=0, lost=0)
     engine._stats.prefix_queries = engine._stats.prefix_hits = {"text": 1}
-    engine.recorder = types.SimpleNamespace(
+    engine.totals = types.SimpleNamespace(
         attainment=lambda: {"text": {"ttft": 1.0}},
         histograms=lambda: {("text", "queue"): ([0] * (len(SECONDS) + 1), 0.0)},
         pauses=0,

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from omni_jax import LLM
-from omni_jax.engine import engine as engine_module
+from omni_jax.engine import core as engine_module
 from omni_jax.engine import loading
 from omni_jax.engine.async_engine import AsyncEngine
 from omni_jax.engine.config import EngineConfig
@@ -148,7 +148,7 @@ def test_seeds_do_not_depend_on_the_replica():
     for turn in range(2):
         llm = LLM(checkpoint(SETUP.variant), **MESH, seed=11)
         if turn:  # requests go to the other replica
-            llm.engine._dispatcher._loads[llm.engine._dispatcher.replicas[0]] = 1
+            llm.engine._dispatcher._loads[0] = 1
         answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, sampled)])
         llm.engine.close()
     assert answers[0] == answers[1]
@@ -209,7 +209,7 @@ async def test_a_failed_replica_ends_only_its_own_requests_and_health_names_it()
         )
         assert {(item.id, 0): answer[0].tokens for item, answer in zip(items, more, strict=True)} == expected(items)
         await idle_replica(engine, 0)
-        assert engine._dispatcher._loads[engine._dispatcher.replicas[0]] == 0
+        assert engine._dispatcher._loads[0] == 0
 
 
 async def idle_replica(engine, replica):

@@ -249,7 +249,7 @@ def test_the_start_can_be_cancelled(main):
         engine = AsyncEngine(EngineConfig(model_dir=Path(main.info.model_dir)))
         with sharing(main):
             monkey = pytest.MonkeyPatch()
-            monkey.setattr("omni_jax.engine.engine.load", lambda *_: gate.wait(60) and main)
+            monkey.setattr("omni_jax.engine.core.load", lambda *_: gate.wait(60) and main)
             start = asyncio.create_task(engine.start())
             await asyncio.sleep(0.01)
             start.cancel()

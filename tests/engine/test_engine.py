@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from omni_jax.engine import engine as engine_module
 from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.requests import EngineError, InvalidRequest, SamplingParams
 from tests import tiny
@@ -342,7 +341,7 @@ def test_n_continuations_share_the_blocks_of_the_prompt(main):
     answers = run(
         engine,
         request("n", 65, drawn(n=4, seed=1, max_tokens=10)),
-        each_step=lambda: used.append(engine._pool.num_used),
+        each_step=lambda: used.append(engine.core.pool.num_used),
     )
     assert sorted(answers) == [("n", i) for i in range(4)]
     assert max(used) == 4 + 4, "64 tokens are in 4 shared blocks, and each continuation has another block"
@@ -356,7 +355,7 @@ def test_kv_04_abort_frees_everything_by_the_next_step(main):
         engine.add(item)
     for _ in range(10):
         engine.step()
-    before = engine._pool.num_used
+    before = engine.core.pool.num_used
     deltas = engine.abort("gone") + engine.abort("n")
     assert [(d.request_id, d.index, d.finish_reason) for d in deltas] == [
         ("gone", 0, "abort"),
@@ -365,7 +364,7 @@ def test_kv_04_abort_frees_everything_by_the_next_step(main):
         ("n", 2, "abort"),
     ]
     assert {d.request_id for d in engine.step()} <= {"kept"}
-    assert engine._pool.num_used <= 3 < before
+    assert engine.core.pool.num_used <= 3 < before
     assert engine.abort("gone") == engine.abort("unknown") == []
     rest = run(engine)["kept", 0].tokens
     expected = alone(main, kept).tokens
@@ -559,7 +558,7 @@ def test_a_request_that_could_not_be_added_is_not_live(main, monkeypatch):
             raise RuntimeError("no detokenizer")
         return Detokenizer(*args)
 
-    monkeypatch.setattr(engine_module, "Detokenizer", broken)
+    monkeypatch.setattr("omni_jax.engine.output_processor.Detokenizer", broken)
     with pytest.raises(RuntimeError, match="no detokenizer"):
         engine.add(request("a", 5, greedy(n=2)))
     assert engine.fail("sorry") == []

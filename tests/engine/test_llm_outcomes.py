@@ -362,14 +362,14 @@ def test_ctrl_c_before_the_inputs_are_read(llm, monkeypatch):
 
 
 def test_ctrl_c_while_a_request_is_queued_leaves_the_engine_idle(llm, monkeypatch):
-    add = llm.engine._scheduler.add
+    add = llm.engine.core.scheduler.add
 
     def interrupted(request):
         sequences = add(request)
         os.kill(os.getpid(), signal.SIGINT)
         return sequences
 
-    monkeypatch.setattr(llm.engine._scheduler, "add", interrupted)
+    monkeypatch.setattr(llm.engine.core.scheduler, "add", interrupted)
     with pytest.raises(Interrupted, match="0 of 1 prompts were done"):
         llm.generate("hello", greedy(max_tokens=3))
     monkeypatch.undo()

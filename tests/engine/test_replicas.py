@@ -58,7 +58,7 @@ def test_every_field_of_stats_can_be_combined():
 def test_recorders_of_replicas_are_merged():
     parts = [Recorder(), Recorder()]
     parts[0].pauses, parts[1].pauses, parts[1].preemptions["class"] = 2, 3, 4
-    whole = Recorder.merged(parts)
+    whole = Recorder.of([part.state() for part in parts])
     assert (whole.pauses, whole.preemptions) == (5, {"blocks": 0, "class": 4})
     assert whole.summary()["requests"]["finished"] == 0
 

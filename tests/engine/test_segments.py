@@ -86,7 +86,7 @@ def test_given_segments_are_kept_and_get_deadlines():
     item = vision_request(loaded, "one_image")
     length = len(item.prompt_ids)
     cut = (Segment(start=0, stop=10, modality="text"), Segment(start=10, stop=length, modality="image"))
-    found = engine._with_deadlines(dataclasses.replace(item, segments=cut, arrival=5.0, slo=SLO(priority=2)))
+    found = engine.core._with_deadlines(dataclasses.replace(item, segments=cut, arrival=5.0, slo=SLO(priority=2)))
     assert [(s.start, s.stop, s.priority) for s in found.segments] == [(0, 10, 2), (10, length, 2)]
     assert 5.0 < found.segments[0].deadline < found.segments[1].deadline == 6.0
     assert found.slo.ttft_ms == 1000

@@ -86,7 +86,7 @@ class TestEqualsTransformers:
             engine.add(item)
             while engine.has_work and engine.stats().encoder_cache_usage == 0 and item.media:
                 engine.step()
-            cache, encoder = engine._features.cache, loaded.runner.encoder
+            cache, encoder = engine.core.features.cache, loaded.runner.encoder
             rows = {span.key: cache.rows(span.key) for span in item.media}
             while engine.has_work:
                 engine.step()

@@ -70,7 +70,7 @@ def test_descriptions_match_what_is_packed():
     """Ids, places, positions and lengths of every step of real requests: chunks, decode steps, an image."""
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded)
-    runner, packed, described = engine._runner, [], []
+    runner, packed, described = engine.core.runner, [], []
     pack, dispatch = runner._pack_body, runner.dispatch
 
     def packing(key, plan):

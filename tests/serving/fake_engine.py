@@ -143,7 +143,7 @@ class FakeEngine:
         self.segment_policy: Any = "request"
         self.cached: Callable[[Request], int] = lambda request: 0
         self.resets = 0
-        self.recorder = Recorder(segments=True)
+        self.recorder = self.totals = Recorder(segments=True)
         self.dead: str | None = None
         self.started = False
         self._draining = False

@@ -101,7 +101,7 @@ def test_histograms_of_requests_and_steps_have_vllms_meaning():
     end(recorder, sequence_of(arrival=1.0), 3.0, scheduled=2.0)  # scores its prompt only
     end(recorder, sequence_of(arrival=1.0), 99.0, reason="abort", scheduled=4.0, first=12.0, outputs=5)
     end(recorder, sequence_of(arrival=1.0), 99.0, reason="error")
-    both = Recorder.merged([recorder, recorder])
+    both = Recorder.of([recorder.state(), recorder.state()])
     found = {name: (sum(counts), total) for name, (counts, total) in recorder.totals().items()}
     assert found == {
         "request_queue_time_seconds": (2, 2.0 + 1.0),

@@ -3,7 +3,7 @@
 import pytest
 
 from omni_jax.engine.config import EngineConfig
-from omni_jax.engine.loading import read_tokenizer
+from omni_jax.engine.tokenizer import read_tokenizer
 from serving.cli.sources import _written_out
 from serving.cli.vllm_flags import _INSTEAD
 from tests.docs.cli import flags

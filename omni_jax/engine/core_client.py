@@ -1,0 +1,440 @@
+"""Engine cores in processes of their own, seen from a client.
+
+The first client owns the cores: it starts their processes, ends those that hang, and starts others in their place.
+Other clients attach to them with a CoreLink.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import logging
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import zmq
+
+from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.core_process import (
+    BEAT_SECONDS,
+    Launch,
+    Outbox,
+    Started,
+    client_address,
+    core_address,
+    run_core,
+)
+from omni_jax.engine.dispatcher import Core, Served
+from omni_jax.engine.messages import (
+    Decoder,
+    Encoder,
+    Failed,
+    FromCore,
+    GetStats,
+    Outputs,
+    Ready,
+    Stats,
+    Status,
+    Stop,
+    ToCore,
+)
+from omni_jax.engine.stats import EngineStats
+from omni_jax.engine.tokenizer import read_tokenizer
+from omni_jax.progress import StageReport
+from omni_jax.requests import EngineError
+from omni_jax.telemetry.recorder import Recorder, RecorderState
+
+logger = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 20 * BEAT_SECONDS  # without a word after which a core counts as hanging
+ANSWER_SECONDS = 2.0  # to wait for a core's statistics; older ones are taken then
+JOIN_SECONDS = 10.0  # for a core's process to end by itself
+MAX_RESTARTS = 3  # in a row, with no output between them
+_POLL_SECONDS = 0.1
+
+Receive = Callable[[Core, FromCore], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoreLink:
+    """What a client in another process needs to attach to running cores. It can be pickled.
+
+    Attributes:
+        directory: Where the sockets are.
+        client: Number of the client, from 1.
+        cores: Process and Started of each core.
+    """
+
+    config: EngineConfig
+    directory: Path
+    client: int
+    cores: tuple[tuple[int, Started], ...]
+
+
+class AttachedCore:
+    """A core in another process. `send`, `status`, `stats` and `records` are thread-safe.
+
+    Attributes:
+        ready: See dispatcher.Core.
+        pid: Its process; 0 before the start.
+        sentinel: File descriptor that can be read once the process has ended; None before the start and afterwards.
+    """
+
+    def __init__(self, index: int, config: EngineConfig, inbox: "Inbox", receive: Receive):
+        self.index, self.pid, self.sentinel = index, 0, None
+        self.ready: concurrent.futures.Future[Served] = concurrent.futures.Future()
+        self._config, self._inbox, self._receive = config, inbox, receive
+        self._lock = threading.Lock()  # of the socket
+        self._socket: zmq.Socket | None = None
+        self._encoder, self._sent = Encoder(), 0
+        self._status, self._heard = Status(waiting=0, received=0, stalled=0.0), time.monotonic()
+        self._numbers = itertools.count()
+        self._asked: dict[int, concurrent.futures.Future[Stats]] = {}
+        self._stats, self._records = EngineStats(), Recorder().state()
+
+    pid: int
+    sentinel: int | None
+
+    # -- the interface of dispatcher.Core -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to listen to the core."""
+        self._inbox.add(self)
+
+    def send(self, message: ToCore) -> None:
+        """Send a message to the core, if it runs."""
+        with self._lock:
+            if self._socket is not None:
+                self._sent += not isinstance(message, GetStats)
+                self._socket.send_multipart([b"%d" % self._inbox.client, *self._encoder.encode(message)])
+
+    def status(self) -> Status:
+        """Its latest state. A core that says nothing hangs, too."""
+        silent = time.monotonic() - self._heard
+        return Status(
+            waiting=self._status.waiting + max(self._sent - self._status.received, 0),
+            received=self._status.received,
+            stalled=silent if self.pid and silent > self._patience else self._status.stalled,
+        )
+
+    @property
+    def _patience(self) -> float:
+        return max(self._config.hang_seconds or SILENCE_SECONDS, 2 * BEAT_SECONDS)
+
+    def stats(self) -> EngineStats:
+        """Its statistics; those that were read last, if it does not answer."""
+        self._ask(window=False)
+        if not self.pid:  # it has ended
+            idle = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage": 0.0}
+            return dataclasses.replace(self._stats, **idle)
+        return self._stats
+
+    def records(self, *, window: bool) -> RecorderState:
+        """Its records, see Recorder.state; those that were read last, if it does not answer."""
+        self._ask(window=window)
+        return self._records
+
+    def stop(self) -> None:
+        """Detach from the core."""
+        self._inbox.remove(self)
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close(linger=1000)
+                self._socket = None
+
+    def join(self) -> None:
+        """Wait until the core is detached."""
+        self._inbox.join()
+
+    # -- in the thread that receives ----------------------------------------------------------------------------------
+
+    def take(self, pid: int, message: FromCore) -> None:
+        """Take a message that process `pid` sent as this core."""
+        if isinstance(message, Ready) and pid != self.pid:
+            self.attach(pid)
+        if pid not in (self.pid, 0):
+            return  # of a process that has been replaced
+        self._heard = time.monotonic()
+        match message:
+            case Status():
+                self._status = message
+            case Stats(number=number, stats=stats, records=records):
+                self._stats, self._records = stats, records
+                if (asked := self._asked.pop(number, None)) is not None:
+                    asked.set_result(message)
+            case Failed(reason=reason, final=final):
+                self._lost(reason, final=final and not self._config.restart_core)
+            case _:
+                self._receive(self, message)
+
+    def attach(self, pid: int) -> None:
+        """Send to this process from now on."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close(linger=0)
+            self._socket = self._inbox.context.socket(zmq.PUSH)
+            self._socket.set_hwm(0)
+            self._socket.connect(core_address(self._inbox.directory, self.index))
+            self._sent, self._status = 0, Status(waiting=0, received=0, stalled=0.0)
+        self.pid, self._heard = pid, time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            self.sentinel = os.pidfd_open(pid)
+
+    def ended(self) -> None:
+        """The process has ended."""
+        self._lost("the engine core has ended unexpectedly", final=not self._config.restart_core)
+
+    def look_after(self) -> None:
+        """Called now and then."""
+
+    def _lost(self, reason: str, *, final: bool) -> None:
+        """The core has stopped."""
+        if self.sentinel is not None:
+            os.close(self.sentinel)
+        self.pid, self.sentinel = 0, None
+        for asked in list(self._asked.values()):
+            asked.cancel()
+        self._receive(self, Failed(reason, final))
+
+    def _ask(self, *, window: bool) -> None:
+        if not self.pid:
+            return
+        number = next(self._numbers)
+        asked = self._asked[number] = concurrent.futures.Future()
+        self.send(GetStats(number, window))
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+            asked.result(ANSWER_SECONDS)
+        self._asked.pop(number, None)
+
+
+class OwnedCore(AttachedCore):
+    """A core whose process this client starts, ends if it hangs, and replaces if `restart_core` is set.
+
+    Args:
+        clients: Number of clients, this one included.
+        progress: Takes reports of loading, in a thread.
+        prepare: See Launch.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        config: EngineConfig,
+        inbox: "Inbox",
+        receive: Receive,
+        *,
+        clients: int,
+        progress: StageReport | None,
+        prepare: Callable[[], object] | None,
+    ):
+        super().__init__(index, config, inbox, receive)
+        self._launch = Launch(config=config, index=index, directory=inbox.directory, clients=clients, prepare=prepare)
+        self._progress, self._restarts, self._stopping = progress, 0, False
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self.started: Started | None = None
+
+    def start(self) -> None:
+        """Start the process. `ready` is done once it takes requests."""
+        super().start()
+        self._begin()
+
+    def stop(self) -> None:
+        """Let the process end after the messages sent so far."""
+        self._stopping = True
+        self.send(Stop())
+        if not self.pid:  # it is loading, or gone
+            self._kill()
+
+    def join(self) -> None:
+        """Wait until the process has ended; after JOIN_SECONDS, end it."""
+        if self._process is not None and self._process.pid is not None:
+            self._process.join(JOIN_SECONDS)
+            self._kill()
+        super().stop()
+        super().join()
+
+    @property
+    def directory(self) -> Path:
+        """Where its sockets are."""
+        return self._inbox.directory
+
+    def link(self) -> tuple[int, Started]:
+        """Process and Started, for a CoreLink."""
+        assert self.started is not None
+        return self.pid, self.started
+
+    def ended(self) -> None:
+        """The process has ended."""
+        assert self._process is not None
+        self._process.join()
+        code = self._process.exitcode or 0
+        how = f"was ended by signal {-code}" if code < 0 else f"has ended with exit code {code}"
+        self._replace(f"the engine core {how}; see the log above for the reason")
+
+    def look_after(self) -> None:
+        """End the process if it hangs."""
+        if self.pid and (seconds := self.status().stalled):
+            self._replace(f"the engine has made no progress for {seconds:.0f} s")
+
+    def take(self, pid: int, message: FromCore) -> None:
+        """See AttachedCore.take."""
+        if isinstance(message, Failed) and pid == self.pid:
+            self._replace(message.reason)
+        else:
+            self._restarts = 0 if isinstance(message, Outputs) else self._restarts
+            super().take(pid, message)
+
+    def _replace(self, reason: str) -> None:
+        """End what is left of the process, and start another one if that is wanted and may help."""
+        if not self.pid:
+            return
+        self._kill()
+        if self._stopping:
+            self._lost("the engine has stopped", final=True)
+            return
+        again = self._config.restart_core and self._restarts < MAX_RESTARTS
+        logger.error("%s; %s", reason, "starting another one" if again else "it is not started again")
+        self._lost(reason, final=not again)
+        if again:
+            self._restarts += 1
+            self._begin()
+        else:
+            self._tell_others(reason)
+
+    def _begin(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=run_core, args=(self._launch, theirs), name=f"engine-core-{self.index}", daemon=True
+        )
+        threading.Thread(target=self._await_start, args=(self._process, self._pipe, theirs), daemon=True).start()
+
+    def _await_start(self, process: BaseProcess, pipe: Connection, theirs: Connection) -> None:
+        """Start the process and follow its progress until it is ready or has failed."""
+        process.start()
+        theirs.close()
+        try:
+            while isinstance(message := pipe.recv(), tuple):
+                if self._progress is not None:
+                    self._progress(*message)
+        except (EOFError, OSError):
+            process.join()
+            message = EngineError(f"the engine core ended with exit code {process.exitcode} while it was loading")
+        if isinstance(message, Started):
+            self.started = message
+            if not self.ready.done():
+                self._finish(message)
+        elif not self.ready.done():
+            if self.ready.set_running_or_notify_cancel():
+                self.ready.set_exception(message)
+        else:
+            logger.error("the engine core could not be started again: %s", message)
+            self._receive(self, Failed(str(message)))
+            self._tell_others(str(message))
+
+    def _finish(self, started: Started) -> None:
+        try:
+            served = self._inbox.served(self._config, started)
+        except Exception as error:  # noqa: BLE001  passed on through `ready`
+            if self.ready.set_running_or_notify_cancel():
+                self.ready.set_exception(error)
+            return
+        if self.ready.set_running_or_notify_cancel():
+            self.ready.set_result(served)
+
+    def _tell_others(self, reason: str) -> None:
+        """Tell the other clients that no core comes back."""
+        outbox = Outbox(self._inbox.context, dataclasses.replace(self._launch))
+        for client in range(1, self._launch.clients):
+            outbox.send(client, Failed(reason))
+        outbox.close()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
+
+
+class Inbox:
+    """Receives the messages of all cores for one client, and notices when a core ends, in a thread.
+
+    Attributes:
+        directory: Where the sockets are.
+        client: Number of the client.
+    """
+
+    def __init__(self, directory: Path, client: int):
+        self.directory, self.client, self.context = directory, client, zmq.Context()
+        self._cores: dict[int, AttachedCore] = {}
+        self._lock = threading.Lock()  # of what is read once for all cores
+        self._served: dict[str, Served] = {}
+        self._socket = self.context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(client_address(directory, client))
+        self._thread = threading.Thread(target=self._run, name="cores", daemon=True)
+
+    def add(self, core: AttachedCore) -> None:
+        """Receive for a core."""
+        self._cores = {**self._cores, core.index: core}
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def remove(self, core: AttachedCore) -> None:
+        """Receive for a core no more. Ends with the last one."""
+        self._cores = {index: other for index, other in self._cores.items() if other is not core}
+
+    def join(self) -> None:
+        """Wait until nothing is received any more, if no core is left."""
+        if not self._cores and self._thread.ident is not None:
+            self._thread.join()
+            self.context.destroy(linger=1000)
+            if self.client == 0:
+                shutil.rmtree(self.directory, ignore_errors=True)
+
+    def served(self, config: EngineConfig, started: Started) -> Served:
+        """What a core serves. The tokenizer is read once."""
+        with self._lock:
+            model = dataclasses.replace(config, model_dir=started.info.model_dir)
+            known = next(iter(self._served.values()), None)
+            tokenizer = (
+                known.tokenizer
+                if known is not None
+                else read_tokenizer(model, started.info.vocab_size, has_tower=started.vision is not None)
+            )
+            found = Served(info=started.info, tokenizer=tokenizer, vision=started.vision)
+            self._served[started.info.model_dir] = found
+            return found
+
+    def _run(self) -> None:
+        decoder = Decoder(FromCore)
+        while self._cores:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            cores = list(self._cores.values())
+            sentinels = {core.sentinel: core for core in cores if core.sentinel is not None}
+            for sentinel in sentinels:
+                poller.register(sentinel, zmq.POLLIN)
+            ready = dict(poller.poll(_POLL_SECONDS * 1000))
+            if self._socket in ready:
+                self._read(decoder)
+            for sentinel, core in sentinels.items():
+                if sentinel in ready and core.sentinel == sentinel:
+                    core.ended()
+            for core in cores:
+                core.look_after()
+
+    def _read(self, decoder: Decoder) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                envelope, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                index, pid = map(int, envelope.split())
+                if (core := self._cores.get(index)) is not None:
+                    core.take(pid, decoder.decode(frames))

@@ -1,0 +1,150 @@
+"""The loop of an engine core: messages in, steps, outputs out."""
+
+import collections
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from omni_jax.engine.core import EngineCore
+from omni_jax.engine.messages import (
+    Abort,
+    Add,
+    ClientGone,
+    End,
+    Failed,
+    FromCore,
+    Outputs,
+    ResetPrefixCache,
+    SequenceOutput,
+    Status,
+    Stop,
+    ToCore,
+)
+from omni_jax.requests import EngineError, InvalidRequest, Request
+
+logger = logging.getLogger(__name__)
+
+
+class CoreLoop:
+    """Runs an engine core in the thread that calls `run`. `put` and `status` are thread-safe.
+
+    Args:
+        core: The core. It is closed at the end.
+        emit: Takes (client, message) in the loop's thread.
+        clients: Number of clients.
+    """
+
+    def __init__(self, core: EngineCore, emit: Callable[[int, FromCore], object], clients: int = 1):
+        self.core, self._emit = core, emit
+        self._messages: collections.deque[tuple[int, ToCore]] = collections.deque()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._progressed = time.monotonic()
+        self._clients: dict[str, int] = {}  # of live requests, by their ids
+        self._received = [0] * clients
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has something to do. Thread-safe."""
+        return self.core.has_work or bool(self._messages)
+
+    def put(self, client: int, message: ToCore) -> None:
+        """Give the core a message of a client."""
+        self._received[client] += 1
+        self._messages.append((client, message))
+        self._wake.set()
+
+    def status(self, client: int) -> Status:
+        """The state of the core, as one of its clients sees it."""
+        stalled = time.monotonic() - self._progressed if self.busy else 0.0
+        return Status(
+            waiting=self.core.num_waiting + len(self._messages),
+            received=self._received[client],
+            stalled=stalled if stalled > self.core.patience else 0.0,
+        )
+
+    def run(self) -> None:
+        """Run until a Stop, or until the core fails; then tell all clients why."""
+        with contextlib.closing(self.core):
+            try:
+                while not self._stopped:
+                    self._turn()
+            except Exception as error:
+                logger.exception("the engine core has stopped")
+                self._take_messages()  # requests that were aborted meanwhile end so
+                self.core.fail("the engine failed while it computed this request")
+                for client in range(len(self._received)):
+                    self._emit(client, Failed(f"the engine has stopped: {error}"))
+
+    def _turn(self) -> None:
+        if not self.busy:
+            self._wake.wait()
+        self._wake.clear()
+        self._progressed = time.monotonic()
+        self._take_messages()
+        if self.core.has_work and not self._stopped:
+            self._send(self.core.step())
+        self._progressed = time.monotonic()
+
+    def _take_messages(self) -> None:
+        while self._messages and not self._stopped:
+            client, message = self._messages.popleft()
+            match message:
+                case Add(request=request):
+                    self._add(client, request)
+                case Abort(request_ids=names):
+                    self._abort(name for name in names if self._clients.get(name) == client)
+                case End(request_id=name, index=index, stop=stop, kept=kept):
+                    if self._clients.get(name) == client:
+                        self.core.end(name, index, stop, kept)
+                        self._forget(name)
+                case ResetPrefixCache():
+                    self.core.reset_prefix_cache()
+                case ClientGone(client=gone):
+                    self._abort([name for name, owner in self._clients.items() if owner == gone])
+                case Stop():
+                    self._stopped = True
+
+    def _add(self, client: int, request: Request) -> None:
+        message = "the engine could not take this request"
+        try:
+            if request.id in self._clients:
+                raise InvalidRequest(f"request id {request.id!r} is in use by a live request", param="request_id")
+            self.core.add(request)
+            self._clients[request.id] = client
+            return
+        except InvalidRequest as error:
+            message = str(error)
+        except EngineError:
+            raise
+        except Exception:  # a fault of ours must end this stream, and no other
+            logger.exception("request %s could not be added", request.id)
+        indices = range(request.params.n)
+        ended = [SequenceOutput(request.id, i, finish_reason="error", error=message) for i in indices]
+        self._emit(client, Outputs(ended))
+
+    def _abort(self, names: Iterable[str]) -> None:
+        self._send([output for name in names for output in self.core.abort(name)])
+
+    def _send(self, outputs: list[SequenceOutput]) -> None:
+        """Emit outputs, each to the client of its request."""
+        if not outputs:
+            return
+        if len(self._received) == 1:
+            self._emit(0, Outputs(outputs))
+        else:
+            by_client: dict[int, list[SequenceOutput]] = {}
+            for output in outputs:
+                by_client.setdefault(self._clients[output.request_id], []).append(output)
+            for client, own in by_client.items():
+                self._emit(client, Outputs(own))
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+
+    def _forget(self, name: str) -> None:
+        """Forget the client of a request if it is not live any more."""
+        if not self.core.has(name):
+            self._clients.pop(name, None)
