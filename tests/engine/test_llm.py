@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from omni_jax import LLM, SamplingParams
+from omni_jax.engine.output_processor import OutputProcessor
 from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import InvalidRequest, Request
 from omni_jax.requests.slo import SLO
@@ -100,7 +101,8 @@ def test_bf_03_token_ids_may_be_arrays(llm):
 def test_tok_08_output_continues_the_prompts_text(llm, tmp_path):
     """A SentencePiece tokenizer on any weights: the first space of a continuation is text."""
     tokenizer = Tokenizer.from_directory(vocabularies.write_directory(tmp_path, vocabularies.sentencepiece()))
-    llm.tokenizer = llm.engine.tokenizer = tokenizer
+    llm.tokenizer = tokenizer
+    llm.engine._outputs = OutputProcessor(tokenizer)
     paris = tokenizer.encode("Paris", add_special_tokens=False)
     params = greedy(max_tokens=2, logit_bias={paris[0]: 100.0}, n=2)
     ids = tokenizer.encode("the capital")
