@@ -1,6 +1,7 @@
 """Replicas: combined statistics, refused settings, and the tests of on_eight_devices.py."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.stats import EngineStats, total
 from omni_jax.memory.accounting import PoolUsage
+from omni_jax.memory.host_tier import HostTierStats
 from omni_jax.telemetry.recorder import Recorder
 from tests.engines import Setup, compile_tiny
 from tests.virtual_devices import passes_on_eight_devices
@@ -18,41 +20,55 @@ def test_on_eight_virtual_devices():
     passes_on_eight_devices(Path(__file__).with_name("on_eight_devices.py"))
 
 
-def stats(**changes) -> EngineStats:
-    pool = PoolUsage(
-        block_size=16,
-        total=10,
-        free=4,
-        cached=1,
-        active=5,
-        peak_active=7,
-        shared=0,
-        active_slots={"text": 60, "image": 3},
-        unfilled_slots=17,
-        evictions={"text": 1},
-    )
-    given = {"kv_cache_usage": 0.5, "steps": 3, "step_seconds": (0.1,), "compiles_after_warmup": 0, "pool": pool}
-    return EngineStats(**(given | changes))
+MEANS = ("kv_cache_usage", "encoder_cache_usage", "store_bandwidth", "load_bandwidth")
+MEANS += ("disk_write_bandwidth", "disk_read_bandwidth")
 
 
-def test_stats_of_replicas_are_combined():
-    one, two = stats(), stats(kv_cache_usage=0.0, steps=5, step_seconds=(0.2, 0.3), compiles_after_warmup=2)
-    both = total([one, two])
-    assert (both.steps, both.kv_cache_usage, both.step_seconds) == (8, 0.25, (0.1, 0.2, 0.3))
-    assert both.compiles_after_warmup == 2
-    assert both.requests_finished == {"stop": 0, "length": 0, "abort": 0, "error": 0}
-    assert both.pool is not None
-    assert (both.pool.block_size, both.pool.total, both.pool.free, both.pool.active) == (16, 20, 8, 10)
-    assert both.pool.active_slots == {"text": 120, "image": 6}
-    assert both.swap is None
-    assert total([one]) is one
+def filled(kind, numbers):
+    """An instance of a dataclass of figures: each number, also in mappings, tuples and dataclasses, is another one."""
+    values = {}
+    for field in dataclasses.fields(kind):
+        if field.name == "block_size":
+            values[field.name] = 16
+        elif field.name in ("pool", "swap"):
+            values[field.name] = filled({"pool": PoolUsage, "swap": HostTierStats}[field.name], numbers)
+        elif "dict" in str(field.type) or "Mapping" in str(field.type):
+            values[field.name] = {"text": next(numbers), f"only in {next(numbers)}": next(numbers)}
+        elif "tuple" in str(field.type):
+            values[field.name] = (next(numbers), next(numbers))
+        else:
+            values[field.name] = next(numbers)
+    return kind(**values)
 
 
-def test_every_field_of_stats_can_be_combined():
-    """A new field of EngineStats must be a number, mapping, tuple or dataclass to be combined over replicas."""
-    for field in dataclasses.fields(EngineStats):
-        value = getattr(total([stats(), stats()]), field.name)
-        assert value is None or isinstance(value, int | float | tuple | dict) or dataclasses.is_dataclass(value)
+def check_combined(whole, parts):
+    for field in dataclasses.fields(whole):
+        found, given = getattr(whole, field.name), [getattr(part, field.name) for part in parts]
+        if dataclasses.is_dataclass(found):
+            check_combined(found, given)
+        elif isinstance(found, dict):
+            assert found == {key: sum(part.get(key, 0) for part in given) for key in {*given[0], *given[1]}}, field.name
+        elif isinstance(found, tuple):
+            assert found == given[0] + given[1], field.name
+        elif field.name == "block_size":
+            assert found == 16
+        else:
+            assert found == sum(given) / (2 if field.name in MEANS else 1), field.name
+
+
+def test_stats_of_replicas_are_added_shares_and_speeds_averaged():
+    """Also those of a new field: who adds one must think of replicas."""
+    numbers = itertools.count(1)
+    parts = [filled(EngineStats, numbers) for _ in range(2)]
+    check_combined(total(parts), parts)
+    assert total(parts[:1]) is parts[0]
+
+
+def test_stats_that_only_one_replica_has_are_its_own():
+    one = filled(EngineStats, itertools.count(1))
+    assert total([one, EngineStats()]).swap == one.swap
+    assert total([one, EngineStats()]).pool == one.pool
+    assert total([EngineStats(), EngineStats()]).pool is None
 
 
 def test_recorders_of_replicas_are_merged():

@@ -124,13 +124,12 @@ def test_pc_06_different_salts_share_nothing():
 def test_pc_01_a_different_image_with_the_same_placeholders_is_a_different_prompt():
     run = loop(feature_rows=24)
     found = []
-    for name in ("a", "b", "a"):
-        (sequence,) = run.add(20, id=f"{name}{len(found)}", media=[image_span(name, 8, 6)], max_tokens=2)
-        run.cases[sequence.request.id]
+    for name in ("a", "b", "a", "b"):
+        (sequence,) = run.add([i % 7 for i in range(20)], media=[image_span(name, 8, 6)], max_tokens=2)
         run.run()
         found.append(sequence.cached)
     run.check_endings()
-    assert found[0] == 0
+    assert found == [0, 8, 16, 16]  # the text before the image, then all
 
 
 def test_a_cached_image_is_not_encoded_again():
