@@ -133,6 +133,10 @@ class AsyncEngine:
         """See InputProcessor.cut. Thread-safe."""
         return self._running.inputs.cut(ids, media, policy)
 
+    def process(self, request: Request) -> Request:
+        """See InputProcessor.process. Thread-safe; `submit` does it in the event loop for a request that lacks it."""
+        return self._running.inputs.process(request)
+
     def abort(self, request_id: str) -> None:
         """Abort a request within two steps. Ignores unknown and ended ids."""
         if request_id in self._streams:

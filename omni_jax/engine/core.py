@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -21,7 +22,7 @@ from omni_jax.engine.stats import EngineStats
 from omni_jax.engine.swapping import EngineSwap, open_tier
 from omni_jax.memory.accounting import pool_usage
 from omni_jax.memory.block_pool import BlockPool
-from omni_jax.memory.compression import SINKS, WINDOW, Schedule
+from omni_jax.memory.compression import SINKS, WINDOW, default_ratio
 from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.memory.recycling import make_recycling
 from omni_jax.progress import StageReport
@@ -116,11 +117,6 @@ class EngineCore:
             sizes["encode"] = self._encoder.config.buckets
         self.cost = TableCost(sizes, overhead=buckets.overhead)
         self.recorder = Recorder(segments=True, log_segments=config.segment_aware)
-        self._schedule = (
-            Schedule(config.kv_compress_controller, config.kv_compress_ratio)
-            if config.enable_adaptive_compression
-            else None
-        )
         self._tier = open_tier(config, self.info, self.runner.block_bytes, replica)
         self._blocks = Blocks(
             self.pool,
@@ -128,7 +124,7 @@ class EngineCore:
             swap=None
             if self._tier is None
             else EngineSwap(self.runner, self._tier, self.cost, mode=config.preemption_mode),
-            compression=None if self._schedule is None else self._compression(),
+            compression=self._compression() if config.enable_adaptive_compression else None,
         )
         self._slo = SLO(ttft_ms=config.ttft_ms, tpot_ms=config.tpot_ms, e2e_ms=config.e2e_ms)
         self.scheduler = Scheduler(
@@ -194,13 +190,12 @@ class EngineCore:
 
     def _compression(self) -> Compression:
         """The scheduler's settings for compression."""
-        schedule = self._schedule
-        assert schedule is not None
 
         def compact(source: list[int], rows: int, keep: int, target: list[int]) -> None:
             self.runner.compact(source, rows, keep, target, sinks=SINKS, window=WINDOW)
 
-        return Compression(ratio=schedule.ratio, compact=compact, min_rows=SINKS + WINDOW)
+        ratio = functools.partial(default_ratio, cap=self.config.kv_compress_ratio)
+        return Compression(ratio=ratio, compact=compact, min_rows=SINKS + WINDOW)
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache. Running requests continue."""

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.inputs.tokenizer import Tokenizer
@@ -19,7 +21,7 @@ from omni_jax.segments.prompt_view import prompt_view
 
 
 class InputProcessor:
-    """Checks and completes requests for an engine core. `check` and `cut` are thread-safe.
+    """Checks and completes requests for an engine core. Thread-safe.
 
     Attributes:
         info: The served model and the limits of its engine core.
@@ -33,18 +35,13 @@ class InputProcessor:
         self._random = random.Random(config.seed)
         self._max_features = EncoderCache(info.encoder_cache_tokens).capacity if vision is not None else 0
         self._schedule = None
-        if config.enable_adaptive_compression:
+        if config.kv_compress_controller is not None:
             self._schedule = Schedule(config.kv_compress_controller, config.kv_compress_ratio)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the request can never run. Changes nothing."""
         request.params.check_vocabulary(self.info.vocab_size)
-        room = output_room(request, self.info.max_model_len)
-        if self._schedule is not None:
-            try:
-                self._schedule.check(room)
-            except BadController as error:
-                raise InvalidRequest(str(error)) from error
+        self._drop_shares(request)
         if max(request.prompt_ids) >= self.info.vocab_size or min(request.prompt_ids) < 0:
             raise InvalidRequest(
                 f"the prompt has token ids outside the vocabulary (0 to {self.info.vocab_size - 1})", param="prompt"
@@ -67,13 +64,17 @@ class InputProcessor:
         return chosen(prompt_view(ids, media, self.tokenizer))
 
     def process(self, request: Request) -> Request:
-        """The request with what it lacks: a seed, the time of its arrival, segments.
+        """The request with what it lacks: a seed, the time of its arrival, segments, shares of a custom controller. One
+        that has been processed is returned as it is.
 
-        Each request without a seed gets one, so that requests differ and preemption does not change samples.
+        Each request without a seed gets one, so that requests differ and preemption does not change samples. This may
+        take a tenth of a second for a long prompt, so a server calls it in a thread.
 
         Raises:
             InvalidRequest: It can never run.
         """
+        if request.processed:
+            return request
         self.check(request)
         if request.params.seed is None:
             params = dataclasses.replace(request.params, seed=self._random.getrandbits(63))
@@ -82,7 +83,16 @@ class InputProcessor:
             request = dataclasses.replace(request, arrival=time.monotonic())
         if not request.segments:
             request = dataclasses.replace(request, segments=self.cut(request.prompt_ids, request.media))
-        return request
+        return dataclasses.replace(request, drop_shares=self._drop_shares(request), processed=True)
+
+    def _drop_shares(self, request: Request) -> np.ndarray | None:
+        room = output_room(request, self.info.max_model_len)  # raises if the prompt does not fit
+        if self._schedule is None:
+            return None
+        try:
+            return self._schedule.table(room)
+        except BadController as error:
+            raise InvalidRequest(str(error)) from error
 
 
 def check_media(request: Request, vision: VisionInputs, max_features: int, max_patches: int) -> None:

@@ -1,7 +1,10 @@
 """Compression schedules: the share of a sequence's cache that may be dropped at each decode step."""
 
 import functools
+import time
 from collections.abc import Callable
+
+import numpy as np
 
 from omni_jax.user_code import load_function
 
@@ -10,7 +13,9 @@ Controller = Callable[[int, int], float]  # (decode step, max output tokens) -> 
 SINKS = 4  # first rows (attention sinks), never dropped
 WINDOW = 32  # latest rows, never dropped
 RAMP_START, RAMP_END, DECAY_START, FINAL_CAP = 10, 30, 50, 0.1  # see default_ratio
-MAX_TABLES = 4096  # output lengths whose schedules are cached
+STEP = 1 / 1024  # steps whose shares differ by less than this may get the smallest of them
+MAX_SECONDS = 10.0  # of a controller for all steps of a request
+MAX_TABLES = 32  # output lengths whose tables are cached; a table of 131,072 steps takes at most 2 MB, usually 16 kB
 
 
 class BadController(ValueError):
@@ -33,11 +38,16 @@ def default_ratio(step: int, total: int, *, cap: float) -> float:
     return cap + (min(cap, FINAL_CAP) - cap) * min((step - DECAY_START) / (total - DECAY_START), 1.0)
 
 
+def share_at(table: np.ndarray, step: int) -> float:
+    """The share that a table of `Schedule.table` gives for a decode step."""
+    return float(table[1, max(int(table[0].searchsorted(step, side="right")) - 1, 0)])
+
+
 class Schedule:
-    """The share that may be dropped at each step, from the default or a controller, never above the cap.
+    """The share that may be dropped at each step by a custom controller, never above the cap. Thread-safe.
 
     Args:
-        path: Path of a Controller, `package.module:function`; None is the default.
+        path: Path of a Controller, `package.module:function`.
         cap: Maximum share that is dropped.
 
     Raises:
@@ -45,32 +55,43 @@ class Schedule:
         BadController: It raises or returns an invalid value for an output length of 256.
     """
 
-    def __init__(self, path: str | None, cap: float):
+    def __init__(self, path: str, cap: float):
         self._path, self._cap = path, cap
-        self._controller = None if path is None else load_function(path, "compression controller")
-        self._table = functools.lru_cache(MAX_TABLES)(self._tabulate)
-        self.check(256)
+        self._controller = load_function(path, "compression controller")
+        self._tabulated = functools.lru_cache(MAX_TABLES)(self._tabulate)
+        self.table(256)
 
-    def ratio(self, step: int, total: int) -> float:
-        """Share of a sequence's tokens that may be dropped at decode step `step` of at most `total`."""
-        if self._path is None:
-            return default_ratio(step, total, cap=self._cap)
-        table = self._table(total)
-        return table[min(step, len(table) - 1)]
+    def table(self, total: int) -> np.ndarray:
+        """The controller's shares for a request of at most `total` output tokens, for Request.drop_shares: float64
+        [2, runs], the first step of each run of steps and its share, see `share_at`. Do not change it.
 
-    def check(self, total: int) -> None:
-        """Raise BadController unless the controller returns a number from 0 to below 1 for each of `total` steps.
+        A share is less than STEP below the controller's, so that a table is small. A long one takes a tenth of a
+        second, so it is made where requests are made, and not in the engine's thread.
 
-        Called before a request with this output length is accepted, so that it cannot fail while it runs.
+        Raises:
+            BadController: The controller raises, returns something other than a number from 0 to below 1, or takes
+                more than MAX_SECONDS.
         """
-        if self._path is not None:
-            self._table(total)
+        return self._tabulated(total)
 
-    def _tabulate(self, total: int) -> tuple[float, ...]:
-        return tuple(self._checked(step, total) for step in range(max(total, 1)))
+    def _tabulate(self, total: int) -> np.ndarray:
+        starts, shares = [0], [self._checked(0, total)]
+        high = shares[0]  # the largest share of the present run; shares[-1] is the smallest
+        deadline = time.monotonic() + MAX_SECONDS
+        for step in range(1, total):
+            share = self._checked(step, total)
+            if time.monotonic() > deadline:
+                taken = f"more than {MAX_SECONDS:g} s for the first {step + 1} of {total} steps"
+                raise BadController(f"controller {self._path!r} took {taken}")
+            if max(high, share) - min(shares[-1], share) < STEP:
+                high, shares[-1] = max(high, share), min(shares[-1], share)
+            else:
+                starts.append(step)
+                shares.append(share)
+                high = share
+        return np.array([starts, shares], np.float64)
 
     def _checked(self, step: int, total: int) -> float:
-        assert self._controller is not None
         try:
             found = self._controller(step, total)
         except Exception as error:  # custom code

@@ -29,6 +29,9 @@ class Request:
         slo: Service level objectives, if any.
         cache_salt: Requests share cached blocks only with requests that have the same salt.
         digests: Digests of the prompt's full blocks, see memory.prefix.prompt_digests. The engine makes those it lacks.
+        drop_shares: Shares of its cache that compression may drop at its decode steps, if there is a custom controller;
+            see memory.compression.Schedule.table.
+        processed: Whether engine.InputProcessor has checked and completed it.
         forced_ids: Output tokens that are given instead of sampled (teacher forcing): output i is forced_ids[i].
     """
 
@@ -43,6 +46,8 @@ class Request:
     slo: SLO | None = None
     cache_salt: str = ""
     digests: tuple[bytes, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    drop_shares: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    processed: bool = dataclasses.field(default=False, compare=False, repr=False)
     forced_ids: tuple[int, ...] = ()
 
     @property

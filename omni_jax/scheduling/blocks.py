@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from omni_jax.memory.block_pool import BlockPool
+from omni_jax.memory.compression import share_at
 from omni_jax.memory.prefix import count_blocks, extend, modality
 from omni_jax.requests import Sequence
 from omni_jax.requests.sequence import Parcel, Swapped
@@ -47,7 +48,8 @@ class Compression:
     """How the cache of a sequence is compressed while it decodes.
 
     Attributes:
-        ratio: (decode step, maximum number of decode steps) -> share of its tokens that may be dropped.
+        ratio: (decode step, maximum number of decode steps) -> share of its tokens that may be dropped, for requests
+            without shares of their own (Request.drop_shares).
         compact: (blocks, rows in them, rows to keep, blocks to write them to) -> None. Dispatched before the next step.
         min_rows: Number of rows that are always kept.
     """
@@ -302,7 +304,9 @@ class Blocks:
         assert compression is not None
         step = sequence.num_output + sequence.pending
         length, rows = sequence.computed, sequence.rows
-        allowed = int(compression.ratio(step, sequence.max_output) * length) - sequence.dropped
+        shares = sequence.request.drop_shares
+        ratio = compression.ratio(step, sequence.max_output) if shares is None else share_at(shares, step)
+        allowed = int(ratio * length) - sequence.dropped
         drop = min(allowed, rows - compression.min_rows)
         count = self.pool.blocks_for(rows - drop + 1)
         if drop <= 0 or count >= self.pool.blocks_for(rows + 1):

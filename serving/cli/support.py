@@ -51,7 +51,8 @@ def _check_custom_functions(config: "EngineConfig") -> None:
     find_custom_functions()
     make_policy(config.segment_policy, allow_custom=True)
     make_recycling(config.recycling_policy)
-    Schedule(config.kv_compress_controller, config.kv_compress_ratio)
+    if config.kv_compress_controller is not None:
+        Schedule(config.kv_compress_controller, config.kv_compress_ratio)
     SLO(ttft_ms=config.ttft_ms, tpot_ms=config.tpot_ms, e2e_ms=config.e2e_ms)
     SLOFirst(aging_seconds=config.aging_seconds)
 

@@ -144,7 +144,10 @@ def _engine_requests(
         )
         for position, prompt in enumerate(prompts)
     )
-    return tuple(dataclasses.replace(request, digests=prompt_digests(request, info.block_size)) for request in requests)
+    with_digests = (
+        dataclasses.replace(request, digests=prompt_digests(request, info.block_size)) for request in requests
+    )
+    return tuple(server.engine.process(request) for request in with_digests)
 
 
 def _whole_response(

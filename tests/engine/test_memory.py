@@ -165,3 +165,28 @@ def test_an_invalid_value_of_a_controller_refuses_the_request_and_is_in_the_erro
     with pytest.raises(InvalidRequest, match=r"returned 2.0 at step 0 of 400"):
         engine.check(request("a", 20, greedy(max_tokens=400)))
     assert len(run(engine, request("b", 20, greedy(max_tokens=4)))["b", 0].tokens) == 4
+
+
+def counted_controller(step: int, total: int) -> float:
+    CALLS.append(total)
+    return 0.6
+
+
+CALLS: list[int] = []
+
+
+def test_a_controller_is_called_before_its_request_reaches_the_core_and_its_shares_count():
+    options = {"swap_space": 0.05, "enable_adaptive_compression": True, "kv_compress_ratio": 0.6}
+    compressing = compile_tiny(GREEDY, **options)
+    dropped = {}
+    for name in (None, f"{__name__}:counted_controller"):
+        engine = make_engine(compressing, options=options | {"kv_compress_controller": name})
+        CALLS.clear()
+        engine.add(request("a", 90, greedy(max_tokens=8)))
+        assert len(CALLS) == (0 if name is None else 8)
+        while engine.has_work:
+            engine.step()
+        assert len(CALLS) == (0 if name is None else 8)
+        dropped[name] = engine.stats().tokens_dropped
+    assert dropped.pop(None) == 0  # the default drops nothing in the first 10 steps
+    assert min(dropped.values()) > 0

@@ -195,6 +195,7 @@ class Loop:
         segments=(),
         slo=None,
         cache_salt="",
+        drop_shares=None,
         **params,
     ):
         """Add a request and return its continuations. If `prompt` is a length, its tokens are made up."""
@@ -210,6 +211,7 @@ class Loop:
             segments=tuple(segments),
             slo=slo,
             cache_salt=cache_salt,
+            drop_shares=drop_shares,
         )
         added = self.scheduler.add(request)
         self.cases[request.id] = Case(request=request, stop_pair=stop_pair, nan_at=nan_at)

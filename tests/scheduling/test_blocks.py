@@ -1,5 +1,6 @@
 """Prefix caching, swapping and compression in the scheduler, on the fake device."""
 
+import numpy as np
 import pytest
 
 from omni_jax.requests.slo import SLO
@@ -260,6 +261,20 @@ def test_kvc_01_compression_frees_blocks_and_keeps_positions():
             assert len(sequence.blocks) < 10
     run.check_endings()
     assert run.blocks.dropped > 20
+
+
+def test_shares_of_a_request_replace_those_of_the_default():
+    """To step 5 nothing, then half: the default would drop nothing."""
+    run = loop(ratio=lambda step, total: 0.0, prefix_caching=False)
+    (sequence,) = run.add(40, max_tokens=20, drop_shares=np.array([[0, 5], [0, 0.5]]))
+    (other,) = run.add(40, max_tokens=20)
+    dropped = {}
+    while run.step():
+        dropped[sequence.num_output] = sequence.dropped
+        assert not other.dropped
+    run.check_endings()
+    assert [dropped[step] for step in range(5)] == [0] * 5
+    assert dropped[7] > 15
 
 
 def test_compressed_blocks_are_not_cached_and_cached_blocks_are_not_written_to():

@@ -181,6 +181,9 @@ class FakeEngine:
         chosen = make_policy(self.segment_policy, allow_custom=True) if policy is None else make_policy(policy)
         return chosen(prompt_view(ids, media, self.tokenizer))
 
+    def process(self, request: Request) -> Request:
+        return request
+
     def check_queue(self) -> None:
         if self.dead:
             raise EngineError(self.dead)

@@ -1,7 +1,11 @@
 """Prompts that are far too long get their error without being encoded, and encoding does not hold the lock."""
 
+import dataclasses
+import threading
+
 import pytest
 
+from omni_jax.requests import InvalidRequest
 from omni_jax.requests.sampling_params import MAX_STOP_CHARACTERS
 from tests.inputs.test_token_bounds import Spy
 
@@ -54,3 +58,23 @@ async def test_a_stop_string_has_a_limit(client):
     status, answer = await client.complete(stop=["a", "b" * (MAX_STOP_CHARACTERS + 1)])
     assert (status, answer["error"]["param"]) == (400, "stop")
     assert "at most 4096 characters, got 4097" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_requests_are_checked_and_completed_off_the_event_loop(client, engine, monkeypatch, stream):
+    threads = []
+
+    def process(request):
+        threads.append(threading.current_thread())
+        if len(request.prompt_ids) > 60:
+            raise InvalidRequest("a controller raised")
+        return dataclasses.replace(request, processed=True)
+
+    monkeypatch.setattr(engine, "process", process)
+    status, answer = await client.complete("many words " * 60, stream=stream)
+    assert (status, answer["error"]["message"]) == (400, "a controller raised")
+    status, _ = await client.complete("few words")
+    assert status == 200
+    assert engine.requests[-1].processed
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
