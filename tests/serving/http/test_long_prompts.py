@@ -71,7 +71,7 @@ async def test_requests_are_checked_and_completed_off_the_event_loop(client, eng
         return dataclasses.replace(request, processed=True)
 
     monkeypatch.setattr(engine, "process", process)
-    status, answer = await client.complete("many words " * 60, stream=stream)
+    status, answer = await client.complete("many words " * 20, stream=stream)
     assert (status, answer["error"]["message"]) == (400, "a controller raised")
     status, _ = await client.complete("few words")
     assert status == 200
