@@ -129,14 +129,14 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to held or idle blocks. Raises ValueError for a free block."""
-        references = self._references
+        """Add a reference to held or idle blocks. Raises ValueError, without a change, if one is free."""
+        references, blocks = self._references, list(blocks)
+        for block in blocks:
+            if not references[block] and self._cached[block] is None:
+                raise ValueError(f"block {block} is free and cannot be shared")
         for block in blocks:
             if not references[block]:
-                cached = self._cached[block]
-                if cached is None:
-                    raise ValueError(f"block {block} is free and cannot be shared")
-                self._hold(cached)
+                self._hold(self._cached[block])
             references[block] += 1
         self.peak_used = max(self.peak_used, self.num_used)
 

@@ -118,7 +118,7 @@ class Scheduler:
         return [s for family in self._live.values() for s in family if s.finish_reason is None]
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queue a request and return its continuations, by index.
+        """Queue a request and return its continuations, by index. Nothing changes if that raises.
 
         Raises:
             InvalidRequest: The id is in use, or the prompt does not fit the context.
@@ -140,9 +140,15 @@ class Scheduler:
         self._arrivals += 1
         self._live[request.id] = sequences
         sequences[0].children = sequences[1:]
-        if request.media and (hits := self.blocks.match(sequences[0])):
-            self.blocks.take_hits(sequences[0], hits)  # images with cached keys and values are not encoded
-        self._preemption.enqueue(sequences[0])
+        try:
+            if request.media and (hits := self.blocks.match(sequences[0])):
+                self.blocks.take_hits(sequences[0], hits)  # images with cached keys and values are not encoded
+            self._preemption.enqueue(sequences[0])
+        except BaseException:  # a fault of ours must not leave a sequence that never ends
+            del self._live[request.id]
+            self._queues.remove(sequences[0])
+            self._preemption.truncate(sequences[0], 0)
+            raise
         return sequences
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
