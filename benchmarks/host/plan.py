@@ -1,6 +1,8 @@
-"""Host time of a plan and of a commit: the scheduler alone, with decoding and waiting sequences.
+"""Host time of a step: plan, pack and commit, with decoding and waiting sequences. There is no device, and nothing is
+computed.
 
 python -m benchmarks.host.plan --running 64 --waiting 64
+python -m benchmarks.host.plan --running 64 256 1024 --busy    # with stop ids, penalties and so on
 python -m benchmarks.host.plan --cases       # crowds: bursts, classes, pictures, continuations, a long prompt
 
 Times are CPU times of this process in milliseconds.
@@ -21,6 +23,8 @@ from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import MediaSpan, Request, SamplingParams
 from omni_jax.requests.slo import SLO
+from omni_jax.runtime.functions import StepSizes
+from omni_jax.runtime.packer import Packer
 from omni_jax.scheduling.blocks import Blocks, Compression
 from omni_jax.scheduling.buckets import default_buckets
 from omni_jax.scheduling.discipline import FirstCome, SLOFirst
@@ -103,19 +107,35 @@ def empty(
     )
 
 
-def scheduler(running: int, waiting: int, *, by_deadline: bool) -> Scheduler:
+def scheduler(running: int, waiting: int, *, by_deadline: bool, params: SamplingParams | None = None) -> Scheduler:
     """Return a scheduler with slots for `running` sequences, and `waiting` sequences more than that."""
     made = empty(running, by_deadline=by_deadline)
     for number in range(running + waiting):
-        made.add(request(str(number), prompt(number), slo=SLO(ttft_ms=500, tpot_ms=50)))
+        made.add(request(str(number), prompt(number), slo=SLO(ttft_ms=500, tpot_ms=50), params=params))
     return made
+
+
+def packer(made: Scheduler) -> Packer:
+    """Return a packer for the plans of a scheduler."""
+    config = made.config
+    sizes = StepSizes(
+        rows=config.buckets.rows,
+        slots=config.max_num_seqs + 1,
+        pages_per_row=config.max_model_len // BLOCK,
+        block_size=BLOCK,
+        vocab_size=1024,
+        reads_media=made.features is not None,
+    )
+    return Packer(sizes, config.buckets)
 
 
 def prompt(number: int, length: int = PROMPT) -> tuple[int, ...]:
     return tuple((number * 31 + i * 7) % 1000 for i in range(length))
 
 
-def request(name: str, prompt_ids: tuple[int, ...], *, arrival=0.0, picture="", max_tokens=3000, n=1, slo=None):
+def request(
+    name: str, prompt_ids: tuple[int, ...], *, arrival=0.0, picture="", max_tokens=3000, n=1, slo=None, params=None
+):
     """A request, with a picture named `picture` at the start of its prompt if one is named."""
     media = ()
     if picture:
@@ -124,17 +144,19 @@ def request(name: str, prompt_ids: tuple[int, ...], *, arrival=0.0, picture="", 
             key=picture.encode(), modality="image", start=0, length=IMAGE, grid=(1, IMAGE), patches=patches
         )
         media = (span,)
-    params = SamplingParams(max_tokens=max_tokens, n=n)
+    params = params or SamplingParams(max_tokens=max_tokens, n=n)
     made = Request(id=name, prompt_ids=prompt_ids, params=params, arrival=arrival, slo=slo, media=media)
     return dataclasses.replace(made, digests=prompt_digests(made, BLOCK))  # as the server does, in another thread
 
 
 class Steps:
-    """Runs steps of a scheduler, and measures its plans and commits in seconds of CPU time."""
+    """Runs steps of a scheduler, and measures plans, packing and commits in seconds of CPU time."""
 
     def __init__(self, made: Scheduler, seconds: float = 0.02):
         self.made, self.now, self._seconds = made, 0.0, seconds
+        self._packer = packer(made)
         self.plans: list[float] = []
+        self.packs: list[float] = []
         self.commits: list[float] = []
 
     def step(self) -> bool:
@@ -150,24 +172,40 @@ class Steps:
         if plan is None:
             return False
         began = time.process_time()
-        made.commit(plan, [1 if row.sample else None for row in plan.rows], self.now)
+        for _ in self._packer.calls(plan):
+            pass
+        self.packs.append(time.process_time() - began)
+        tokens = [1 if sample else None for sample in plan.samples.tolist()]
+        began = time.process_time()
+        made.commit(plan, tokens, self.now)
         self.commits.append(time.process_time() - began)
-        return plan.decode and len(plan.rows) == made.config.max_num_seqs
+        return plan.decode and plan.num_rows == made.config.max_num_seqs
 
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
             self.step()
 
 
-def measure(running: int, waiting: int, rounds: int, *, by_deadline: bool) -> tuple[list[float], list[float]]:
-    """Return the seconds of each plan and of each commit of decode steps with all `running` sequences."""
-    steps = Steps(scheduler(running, waiting, by_deadline=by_deadline))
-    plans, commits = [], []
-    while len(plans) < rounds:
-        if steps.step():
-            plans.append(steps.plans[-1])
-            commits.append(steps.commits[-1])
-    return plans, commits
+BUSY = SamplingParams(
+    max_tokens=3000,
+    min_tokens=2999,
+    temperature=0.7,
+    frequency_penalty=0.5,
+    logit_bias={7: 1.0},
+    stop_token_ids=(3, 4, 5),
+    logprobs=5,
+)
+
+
+def measure(running: int, waiting: int, rounds: int, *, by_deadline: bool, busy: bool) -> Steps:
+    """Measure decode steps with all `running` sequences; with `busy`, of requests that use every parameter."""
+    steps = Steps(scheduler(running, waiting, by_deadline=by_deadline, params=BUSY if busy else None))
+    while not steps.step():
+        pass
+    for times in (steps.plans, steps.packs, steps.commits):
+        times.clear()
+    steps.run(rounds)
+    return steps
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -284,9 +322,10 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--running", type=int, default=64, help="sequences that decode")
+    parser.add_argument("--running", type=int, nargs="+", default=[64], help="sequences that decode")
     parser.add_argument("--waiting", type=int, default=64, help="sequences that wait for a slot")
     parser.add_argument("--rounds", type=int, default=1000, help="measured steps")
+    parser.add_argument("--busy", action="store_true", help="requests with stop ids, penalties, biases and logprobs")
     parser.add_argument("--cases", nargs="?", const="", help="measure crowds instead: those whose names contain this")
     given = parser.parse_args()
     if given.cases is not None:
@@ -299,10 +338,15 @@ def main() -> None:
             first, median, most = plans[0], statistics.median(plans), max(plans[1:])
             print(f"{name}: first plan {first:.2f} ms, then median {median:.2f}, most {most:.2f}", flush=True)
         return
-    for name, by_deadline in (("fcfs", False), ("slo", True)):
-        plans, commits = measure(given.running, given.waiting, given.rounds, by_deadline=by_deadline)
-        cut = [f"{1e3 * statistics.quantiles(some, n=100)[at]:.3f}" for some in (plans, commits) for at in (49, 94)]
-        print(f"{name}: plan {cut[0]} ms (P95 {cut[1]}), commit {cut[2]} ms (P95 {cut[3]})")
+    for running, (name, by_deadline) in itertools.product(given.running, (("fcfs", False), ("slo", True))):
+        steps = measure(running, given.waiting, given.rounds, by_deadline=by_deadline, busy=given.busy)
+        whole = [sum(each) for each in zip(steps.plans, steps.packs, steps.commits, strict=True)]
+        parts = {"plan": steps.plans, "pack": steps.packs, "commit": steps.commits, "all": whole}
+        texts = []
+        for part, times in parts.items():
+            cuts = statistics.quantiles(times, n=100)
+            texts.append(f"{part} {1e3 * cuts[49]:.3f} ms (P95 {1e3 * cuts[94]:.3f})")
+        print(f"{name}, {running} run, {given.waiting:,} wait: {', '.join(texts)}", flush=True)
 
 
 if __name__ == "__main__":

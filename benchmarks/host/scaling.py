@@ -22,46 +22,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
-from benchmarks.host.plan import scheduler
-from omni_jax.models.config import model_config
-from omni_jax.models.weights import abstract_weights
-from omni_jax.runtime.runner import Runner, RunnerConfig
-from omni_jax.runtime.sharding import make_mesh, sharding_of
-from omni_jax.scheduling.buckets import default_buckets
+from benchmarks.host.plan import packer, scheduler
 from omni_jax.scheduling.scheduler import Scheduler
 
 WARM_UP = 50
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 class Replica:
-    """The host's part of a replica: a scheduler with `running` decoding sequences, and a runner that packs steps."""
+    """The host's part of a replica: a scheduler with `running` decoding sequences, and a packer."""
 
     def __init__(self, running: int):
         self._running, self._now = running, 0.0
         self._scheduler: Scheduler = scheduler(running, 0, by_deadline=False)
-        mesh, dtype = make_mesh(jax.devices()), np.dtype(np.float32)
-        model = model_config(MODEL)
-        config = RunnerConfig(
-            max_num_seqs=running,
-            max_model_len=4096,
-            block_size=16,
-            num_pages=1024,
-            buckets=default_buckets(max_num_seqs=running, max_num_batched_tokens=2048),
-            dtype=dtype,
-        )
-        self._runner = Runner(model, abstract_weights(model, dtype, sharding_of(mesh)), config, mesh)
+        self._packer = packer(self._scheduler)
         while not self.step():  # until all sequences decode
             pass
 
@@ -70,9 +43,10 @@ class Replica:
         self._now += 0.02
         plan = self._scheduler.plan(self._now)
         assert plan is not None
-        self._runner._pack_body(("decode" if plan.decode else "mixed", plan.size), plan)
-        self._scheduler.commit(plan, [1 if row.sample else None for row in plan.rows], self._now)
-        return plan.decode and len(plan.rows) == self._running
+        for _ in self._packer.calls(plan):
+            pass
+        self._scheduler.commit(plan, [1 if sample else None for sample in plan.samples.tolist()], self._now)
+        return plan.decode and plan.num_rows == self._running
 
 
 def run(count: int, running: int, steps: int, period: float) -> tuple[list[float], list[float], float]:

@@ -28,16 +28,16 @@ from omni_jax.memory.recycling import make_recycling
 from omni_jax.progress import StageReport
 from omni_jax.requests import EngineError, MediaSpan, Request, Sequence
 from omni_jax.requests.slo import SLO
-from omni_jax.runtime.debug import describe
 from omni_jax.runtime.processes import Front
 from omni_jax.runtime.runner import StepResult
 from omni_jax.scheduling.blocks import Blocks, Compression
 from omni_jax.scheduling.discipline import FirstCome, SLOFirst
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig
-from omni_jax.scheduling.plan import Accepted, StepPlan
-from omni_jax.scheduling.scheduler import Scheduler
+from omni_jax.scheduling.plan import StepPlan
+from omni_jax.scheduling.scheduler import Accepted, Scheduler
 from omni_jax.segments.deadlines import with_deadlines
+from omni_jax.telemetry.debug import describe
 from omni_jax.telemetry.recorder import Recorder, log_event
 
 logger = logging.getLogger(__name__)
@@ -272,8 +272,8 @@ class EngineCore:
         """The requests of a step, or those that wait for images, the oldest first, with the number of tokens of each
         that are computed when the step or the images no longer matter."""
         if isinstance(work, StepPlan):
-            rows = sorted(work.rows, key=lambda row: row.sequence.order)
-            return {row.sequence.request.id: row.start + row.count for row in rows}
+            rows = sorted(zip(work.orders, work.request_ids, work.stops.tolist(), strict=True))
+            return {request_id: stop for _, request_id, stop in rows}
         keys = {span.key for span in work}
         live = (*self.scheduler.running, *self.scheduler.waiting)
         return {
@@ -299,9 +299,10 @@ class EngineCore:
         plan = self.scheduler.plan(now)
         self._record_events(now)
         if plan is not None:
-            self.recorder.planned(plan, now)
+            sequences = self.scheduler.sequences_in(plan)
+            self.recorder.planned(plan, sequences, now)
             if self.config.debug_print_batch:
-                logger.info("%s", describe(plan))
+                logger.info("%s", describe(plan, sequences))
             late = bool(self._in_flight) and self._in_flight[-1].is_ready()
             self._at_work = plan
             self._kind_and_size = plan.decode, plan.size
@@ -386,19 +387,21 @@ class EngineCore:
         self._last_ready = ready
         self._blame.succeeded(self._reached(result.plan) if self._blame.suspects else {})
 
-        rows = iter(sampled if sampled is not None else ())
-        by_row = [next(rows) if row.sample else None for row in result.plan.rows]
-        tokens = [None if found is None else int(found[0]) for found in by_row]
-        offsets = np.cumsum([0] + [row.count for row in result.plan.rows])
+        plan, samples = result.plan, result.plan.samples.tolist()
+        found, ids = iter(()), iter(())
+        if sampled is not None:
+            found, ids = iter(sampled), iter(sampled[:, 0].tolist())
+        by_row = [next(found) if sample else None for sample in samples]
+        committed = self.scheduler.commit(plan, [next(ids) if sample else None for sample in samples], ready)
+        self.recorder.committed(plan, committed, ready)
+        ends, scores = np.cumsum(plan.counts), {score.row for score in plan.scores}
         outputs = []
-        committed = self.scheduler.commit(result.plan, tokens, ready)
-        self.recorder.committed(result.plan, ready)
         for accepted in committed:
             row = accepted.row
-            if row.score and scored is not None:
-                at = int(offsets[accepted.index])
-                self._collect_prompt_logprobs(accepted, scored[at : at + row.count])
-            output = self._output(accepted, by_row[accepted.index])
+            if row in scores and scored is not None:
+                part = scored[ends[row] - plan.counts[row] : ends[row]]
+                self._collect_prompt_logprobs(accepted.sequence, int(plan.starts[row]), part)
+            output = self._output(accepted, by_row[row])
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -424,7 +427,7 @@ class EngineCore:
     # -- outputs ------------------------------------------------------------------------------------------------------
 
     def _output(self, accepted: Accepted, found: np.ndarray | None) -> SequenceOutput | None:
-        sequence, token = accepted.row.sequence, accepted.token
+        sequence, token = accepted.sequence, accepted.token
         if sequence.finish_reason == "error":
             self._stats.corrupted_requests += 1
             return self._ended(sequence, error=f"the model produced NaN logits{self._range}")
@@ -477,23 +480,22 @@ class EngineCore:
             self._blame.forget(sequence.request.id)
         return output
 
-    def _collect_prompt_logprobs(self, accepted: Accepted, scored: np.ndarray) -> None:
-        """Collect the logprobs of prompt tokens start+1 and on, except those collected before a preemption."""
-        row = accepted.row
-        request = row.sequence.request
+    def _collect_prompt_logprobs(self, sequence: Sequence, first: int, scored: np.ndarray) -> None:
+        """Collect the logprobs of prompt tokens first + 1 and on, except those collected before a preemption."""
+        request = sequence.request
         taken = self._prompt_logprobs[request.id]
         top = request.params.prompt_logprobs
         assert top is not None
         if (scored[:, 0] < 0).any():
-            self.scheduler.finish(row.sequence, "error")
+            self.scheduler.finish(sequence, "error")
             self.scheduler.clear_prefix_cache()  # its cached blocks may hold NaN, even if it had already ended
-            row.sequence.finish_reason = "error"
+            sequence.finish_reason = "error"
             return
-        start, stop = sum(map(len, taken)), min(row.start + row.count, row.sequence.num_prompt - 1)
+        start, stop = sum(map(len, taken)), min(first + len(scored), sequence.num_prompt - 1)
         if start < stop:
             ids = 2 + (scored.shape[1] - 2) // 2
             columns = [0, 1, *range(2, 2 + top), *range(ids, ids + top)]
-            taken.append(scored[start - row.start : stop - row.start, columns])
+            taken.append(scored[start - first : stop - first, columns])
 
     def stats(self) -> EngineStats:
         """A snapshot of the statistics. Thread-safe."""

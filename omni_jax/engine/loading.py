@@ -120,7 +120,7 @@ def load(
         dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-    runner_config = _size(config, model, weights, mesh, device, dtype, eos_ids, encoder, kernels)
+    runner_config = _size(config, model, weights, mesh, device, dtype, encoder, kernels)
     if channel is not None:
         runner_config = _agree(channel, model, runner_config)
         kernels = runner_config.kernels
@@ -201,12 +201,12 @@ def _agree(channel: Front | Follower, model: ModelConfig, config: RunnerConfig) 
     Raises:
         ValueError: processes were started with different settings or models.
     """
-    same = dataclasses.replace(config, kernels=PagedKernels(), num_pages=0, max_model_len=1, eos_token_ids=frozenset())
+    same = dataclasses.replace(config, kernels=PagedKernels(), num_pages=0, max_model_len=1)
     proposal = {
         "kernels": dataclasses.asdict(config.kernels),
         "num_pages": config.num_pages,
         "max_model_len": config.max_model_len,
-        "same": {"model": repr(model), "settings": repr(same), "end of text": sorted(config.eos_token_ids)},
+        "same": {"model": repr(model), "settings": repr(same)},
     }
     agreed = channel.agree(proposal, _combine)
     return dataclasses.replace(
@@ -292,7 +292,7 @@ def _cache_tokens(config: EngineConfig, vision: VisionInputs) -> int:
     return encoder_cache_tokens(config.encoder_cache_tokens, vision.settings.largest_pixels, vision.config)
 
 
-def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, kernels) -> RunnerConfig:
+def _size(config, model, weights, mesh, device, dtype, encoder, kernels) -> RunnerConfig:
     """Limits of the batch and size of the cache. `device` is a device of the mesh in this process."""
     on_cpu = device.platform == "cpu"
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
@@ -319,7 +319,6 @@ def _size(config, model, weights, mesh, device, dtype, eos_token_ids, encoder, k
         num_pages=0,
         buckets=buckets,
         dtype=dtype,
-        eos_token_ids=eos_token_ids,
         encoder=encoder,
         kv_cache_dtype=config.kv_cache_dtype,
         swap=config.swap_space > 0 and config.preemption_mode != "recompute",

@@ -27,6 +27,7 @@ from omni_jax.engine.engine import Engine
 from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.lab.machine import machine_facts
 from omni_jax.requests import EngineError, Request, SamplingParams
+from omni_jax.requests import Sequence as Continuation
 from omni_jax.scheduling.plan import StepPlan
 from omni_jax.telemetry.recorder import Recorder
 from omni_jax.yaml_file import read_json
@@ -236,14 +237,14 @@ class _HoldingsRecorder(Recorder):
         self.rows = np.full((windows, steps), -1)
         self.blocks = np.full((windows, steps), -1)
 
-    def planned(self, plan: StepPlan, now: float) -> None:
-        super().planned(plan, now)
-        for row in plan.rows:
-            step = row.start - row.sequence.num_prompt
+    def planned(self, plan: StepPlan, sequences: tuple[Continuation, ...], now: float) -> None:
+        super().planned(plan, sequences, now)
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            step = row.start - sequence.num_prompt
             if row.count == 1 and 0 <= step < self.rows.shape[1]:
-                window = int(row.sequence.request.id)
-                self.rows[window, step] = row.start + 1 - row.dropped
-                self.blocks[window, step] = len(row.sequence.blocks)
+                window = int(row.request_id)
+                self.rows[window, step] = row.stop - row.dropped
+                self.blocks[window, step] = len(sequence.blocks)
 
 
 def measure(engine: Engine, plan: Plan, windows: Sequence[Window], *, done: Done = lambda *_: None) -> Measured:

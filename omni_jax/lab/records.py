@@ -1,6 +1,5 @@
 """Results of a run: rows of requests, segments and steps, and the file that holds them."""
 
-import bisect
 import collections
 import dataclasses
 import gzip
@@ -13,8 +12,9 @@ from typing import Any
 
 from omni_jax.requests import MediaSpan, Request, Sequence
 from omni_jax.requests.segment import Segment
-from omni_jax.scheduling.plan import Row, StepPlan
-from omni_jax.simulation.replica import Piece, Step
+from omni_jax.scheduling.plan import StepPlan
+from omni_jax.scheduling.scheduler import Accepted
+from omni_jax.simulation.replica import Piece, Step, pieces_of
 from omni_jax.telemetry.recorder import Recorder
 from omni_jax.telemetry.records import Record, RequestRecord
 
@@ -131,7 +131,7 @@ class RunRecorder(Recorder):
         self.requests: dict[str, Request] = {}
         self.steps: list[Step] = []
         super().__init__(sink=self._keep)
-        self._began: dict[int, float] = {}  # by id of a plan in flight
+        self._began: dict[int, tuple[float, tuple[Piece, ...]]] = {}  # by number of a plan in flight
         self._tower_began = 0.0
         self._free_since = -math.inf  # end of the last step
 
@@ -139,18 +139,18 @@ class RunRecorder(Recorder):
         if isinstance(record, RequestRecord):
             self.records.append(record)
 
-    def planned(self, plan: StepPlan, now: float) -> None:
+    def planned(self, plan: StepPlan, sequences: tuple[Sequence, ...], now: float) -> None:
         """Record that a step was dispatched."""
-        super().planned(plan, now)
-        self._began[id(plan)] = now
+        super().planned(plan, sequences, now)
+        self._began[plan.number] = now, tuple(pieces_of(plan, sequences))
 
-    def committed(self, plan: StepPlan, now: float) -> None:
+    def committed(self, plan: StepPlan, accepted: Iterable[Accepted], now: float) -> None:
         """Record a step whose tokens were read. It ran from its dispatch, or from the end of the step before if that
         was later."""
-        super().committed(plan, now)
-        began = max(self._began.pop(id(plan), now), self._free_since)
+        super().committed(plan, accepted, now)
+        began, pieces = self._began.pop(plan.number, (now, ()))
+        began = max(began, self._free_since)
         self._free_since = max(now, began)
-        pieces = tuple(piece for row in plan.rows for piece in _pieces(row))
         kind = "decode" if plan.decode else "mixed"
         self.steps.append(
             Step(replica=0, start=began, seconds=self._free_since - began, kind=kind, size=plan.size, pieces=pieces)
@@ -182,20 +182,6 @@ class RunRecorder(Recorder):
                 pieces=pieces,
             )
         )
-
-
-def _pieces(row: Row) -> Iterable[Piece]:
-    """Split a row by segments; output tokens get the number after the last segment."""
-    sequence, start, stop = row.sequence, row.start, row.start + row.count
-    stops = sequence.request.segment_stops or (sequence.num_prompt,)
-    for number in range(bisect.bisect_right(stops, start), len(stops)):
-        if start >= stop:
-            return
-        end = min(stops[number], stop)
-        yield Piece(sequence.request.id, sequence.index, number, start, end - start)
-        start = end
-    if start < stop:
-        yield Piece(sequence.request.id, sequence.index, len(stops), start, stop - start)
 
 
 def make_run(

@@ -7,7 +7,7 @@ token per row. Bodies are compiled by (kind, size) and heads by (rows, variant);
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from omni_jax.runtime import sampling
 from omni_jax.runtime.packing import Layout
 from omni_jax.runtime.state import FREQUENCY, MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P, Pool, SlotState
 
-Variant = Literal["greedy", "sample", "full"]
+Variant = Literal["greedy", "sample", "full"]  # each can do what those before it can
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
 SCORE_CHUNK = 64  # tokens of a scored prompt whose logits are in memory at once
 
 

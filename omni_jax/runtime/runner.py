@@ -1,4 +1,4 @@
-"""Dispatch of step plans: pack the inputs, call the executables, and start to copy the results to the host."""
+"""Dispatch of step plans: call the executables, and start to copy the results to the host."""
 
 import collections.abc
 import dataclasses
@@ -15,8 +15,6 @@ from kernels_pallas.paged_attention import PagedKernels
 from omni_jax import compat
 from omni_jax.models.config import ModelConfig
 from omni_jax.models.weights import Weights
-from omni_jax.requests import SamplingParams, Sequence
-from omni_jax.requests.sampling_params import MAX_STOP_TOKEN_IDS
 from omni_jax.runtime import functions
 from omni_jax.runtime.blocks import (
     BlockCopy,
@@ -30,13 +28,12 @@ from omni_jax.runtime.blocks import (
 )
 from omni_jax.runtime.encoder import Encoder, EncoderConfig
 from omni_jax.runtime.executables import Executable, Job, Key, compile_all, make_job
-from omni_jax.runtime.packing import Ring
+from omni_jax.runtime.functions import VARIANTS
+from omni_jax.runtime.packer import Packer
 from omni_jax.runtime.sharding import RULES, WHOLE, axis_of, placed, put, zeros
 from omni_jax.runtime.state import NEUTRAL, KVCacheDtype, abstract_pool, abstract_slots
 from omni_jax.scheduling.buckets import Buckets
-from omni_jax.scheduling.plan import Row, StepPlan
-
-VARIANTS: tuple[functions.Variant, ...] = ("greedy", "sample", "full")
+from omni_jax.scheduling.plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,6 @@ class RunnerConfig:
         num_pages: pages of the pool's arrays; the block pool may use fewer (see state.round_pages).
         buckets: compiled sizes.
         dtype: dtype of weights and activations.
-        eos_token_ids: ids that are suppressed until min_tokens is reached, like a sequence's own stop ids.
         encoder: sizes of the vision tower's executables; None for a text-only model.
         kv_cache_dtype: see state.abstract_pool.
         swap: whether to compile reads and writes of blocks.
@@ -64,7 +60,6 @@ class RunnerConfig:
     num_pages: int
     buckets: Buckets
     dtype: np.dtype
-    eos_token_ids: frozenset[int] = frozenset()
     encoder: EncoderConfig | None = None
     kv_cache_dtype: KVCacheDtype = "auto"
     swap: bool = False
@@ -134,9 +129,8 @@ class Runner:
             assert config.encoder is not None
             self.encoder = Encoder(model.vision, weights.tower, config.encoder, config.dtype, mesh)
         self._model, self._weights = model, weights
-        self._pad_slot = config.max_num_seqs
+        self._packer = Packer(self.sizes, config.buckets)
         self._executables: dict[Key, Executable] = {}
-        self._rings: dict[Key, Ring] = {}
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -201,7 +195,7 @@ class Runner:
             self.encoder.use(self._executables)
         self.reset()
         smallest = self.config.buckets.decode[0]
-        self.dispatch(StepPlan(rows=(), decode=True, size=smallest)).read()
+        self.dispatch(StepPlan.padding(smallest)).read()
         return self._executables
 
     def reset(self) -> None:
@@ -337,168 +331,10 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> StepResult:
         """Start a step and return at once. At most two steps may be in flight; see packing.Ring."""
-        for row in plan.rows:
-            if row.admit or row.moved:
-                self._admit(row)
-        key: Key = ("decode" if plan.decode else "mixed", plan.size)
-        packed = self._pack_body(key, plan)
-        hidden = self._do("body", key, packed)
-        sampling = [row for row in plan.rows if row.sample]
-        sampled = self._sample(sampling) if sampling else None
-        scored = self._score(plan) if any(row.score for row in plan.rows) else None
+        results = {operation: self._do(operation, key, buffer) for operation, key, buffer in self._packer.calls(plan)}
+        sampled, scored = results.get("head"), results.get("score")
         for result in (sampled, scored):
             if result is not None:
                 result.copy_to_host_async()
-        return StepResult(plan=plan, sampled=sampled, scored=scored, anchor=hidden, dispatched=time.monotonic())
-
-    def _sample(self, rows: list[Row]) -> jax.Array:
-        params = [row.sequence.request.params for row in rows]
-        variant = (
-            "full" if any(p.penalised for p in params) else "sample" if any(not p.greedy for p in params) else "greedy"
-        )
-        buckets = self.config.buckets
-        size = buckets.cover_decode(len(rows)) if variant == "greedy" else buckets.cover_sampled(len(rows))
-        key: Key = ("head", size, variant)
-        buffer, field = self._take(key, lambda: self.sizes.head_layout(size))
-        n = len(rows)
-        field["slot"][:n] = [row.slot for row in rows]
-        field["slot"][n:] = self._pad_slot
-        field["position"][:n] = [row.start + row.count for row in rows]
-        field["suppress"][:n] = [_suppresses_stop(row.sequence) for row in rows]
-        field["forced"][:n] = [_forced(row.sequence) for row in rows]
-        field["forced"][n:] = -1
-        return self._do("head", key, buffer)
-
-    def _score(self, plan: StepPlan) -> jax.Array:
-        key: Key = ("score", plan.size)
-        buffer, field = self._take(key, lambda: self.sizes.score_layout(plan.size))
-        targets, at = field["targets"], 0
-        targets[:] = 0
-        for row in plan.rows:
-            if row.score:
-                wanted = row.sequence.request.prompt_ids[row.start + 1 : row.start + row.count + 1]
-                targets[at : at + len(wanted)] = wanted
-            at += row.count
-        return self._do("score", key, buffer)
-
-    def _pack_body(self, key: Key, plan: StepPlan) -> np.ndarray:
-        decode, rows = plan.decode, plan.rows
-        width = plan.size if decode else self.sizes.rows
-        buffer, field = self._take(key, lambda: self.sizes.body_layout(plan.size, width))
-        n = len(rows)
-        field["row_slot"][:n] = [row.slot for row in rows]
-        field["row_slot"][n:] = self._pad_slot
-        field["kv_len"][:n] = [row.start + row.count - row.dropped for row in rows]
-        field["kv_len"][n:] = 1
-        field["dropped"][:n] = [row.dropped for row in rows]
-        field["dropped"][n:] = 0
-        start = field["query_start"]
-        start[0] = 0
-        if decode:
-            start[1:] = np.arange(1, width + 1)
-        else:
-            np.cumsum([row.count for row in rows], out=start[1 : n + 1])
-            start[n + 1 :] = start[n]
-        tokens = field["tokens"]
-        tokens[int(start[n]) :] = 0
-        updates = []
-        for i, row in enumerate(rows):
-            at = int(start[i])
-            if row.feedback:
-                tokens[at] = -(row.slot + 1)
-            else:
-                tokens[at : at + row.count] = row.sequence.known[row.start : row.start + row.count]
-            if row.new_blocks and not (row.admit or row.moved):
-                updates += [(row.slot, row.first_new_block + j, block) for j, block in enumerate(row.new_blocks)]
-        sample_at = [int(start[i + 1]) - 1 for i, row in enumerate(rows) if row.sample]
-        field["sample_at"][: len(sample_at)] = sample_at
-        field["sample_at"][len(sample_at) :] = 0
-        columns = list(zip(*updates, strict=True)) or ((), (), ())
-        padding = (self._pad_slot, 0, 0)
-        for name, column, pad in zip(("update_slot", "update_index", "update_block"), columns, padding, strict=True):
-            field[name][: len(updates)] = column
-            field[name][len(updates) :] = pad
-        if self.encoder is not None:
-            _pack_media(rows, start, field["rotary"], field["feature_row"])
-        return buffer
-
-    def _admit(self, row: Row) -> None:
-        """Write a slot's state and its whole block table. A row that only moved keeps its history, which includes the
-        token in flight that the host does not know yet."""
-        sequence, params = row.sequence, row.sequence.request.params
-        buffer, field = self.sizes.admit_layout().fresh()
-        vocab = self.sizes.vocab_size
-        field["slot"][...] = row.slot
-        seed = (params.seed or 0) & (2**64 - 1)
-        field["seed"][:] = (seed >> 32, seed & 0xFFFFFFFF)
-        field["choice"][...] = sequence.index
-        field["numbers"][:] = _numbers(params)
-        field["top_k"][...] = max(params.top_k, 0) if params.top_k < vocab else 0
-        _fill(field["bias_ids"], list(params.logit_bias), vocab)
-        _fill(field["bias_values"], list(params.logit_bias.values()), 0.0)
-        stops = sorted(self.config.eos_token_ids | set(params.stop_token_ids)) if params.min_tokens else []
-        _fill(field["stop_ids"], stops[:MAX_STOP_TOKEN_IDS], vocab)
-        _fill(field["blocks"], sequence.blocks, 0)
-        self._do("admit", ("admit",), buffer)
-        if params.penalised and row.admit:
-            buffer, field = self.sizes.history_layout().fresh()
-            field["slot"][...] = row.slot
-            field["prompt"][...] = sequence.num_prompt
-            field["known"][...] = len(sequence.known)
-            field["tokens"][: len(sequence.known)] = sequence.known
-            self._do("history", ("history",), buffer)
-
-    def _take(self, key: Key, layout) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        if key not in self._rings:
-            self._rings[key] = Ring(layout())
-        return self._rings[key].take()
-
-
-def _pack_media(rows: tuple[Row, ...], start: np.ndarray, rotary: np.ndarray, feature_row: np.ndarray) -> None:
-    """Fill a step's rotary positions [3, tokens] and rows of the feature array [tokens]."""
-    feature_row[:] = 0
-    rotary[:, int(start[len(rows)]) :] = 0
-    for row, at in zip(rows, start.tolist(), strict=False):
-        request, stop = row.sequence.request, row.start + row.count
-        known = 0  # tokens of the row in the prompt, whose positions are in the request
-        if request.positions is not None and row.start < row.sequence.num_prompt:
-            known = min(stop, row.sequence.num_prompt) - row.start
-            rotary[:, at : at + known] = request.positions[:, row.start : row.start + known]
-        rotary[:, at + known : at + row.count] = np.arange(row.start + known, stop) + request.position_delta
-        for place, features in row.features:
-            feature_row[at + place : at + place + len(features)] = features
-
-
-def _numbers(params: SamplingParams) -> tuple[float, ...]:
-    return (
-        0.0 if params.greedy else params.temperature,  # top_p 0 is greedy, too
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-    )
-
-
-def _output_index(sequence: Sequence) -> int:
-    """Index in the output of the token to sample, which is already counted as pending."""
-    return sequence.num_output + sequence.pending - 1
-
-
-def _suppresses_stop(sequence: Sequence) -> bool:
-    """Whether the token to sample is within the first min_tokens."""
-    return _output_index(sequence) < sequence.request.params.min_tokens
-
-
-def _forced(sequence: Sequence) -> int:
-    """The token to take instead of a sampled one, or -1."""
-    forced = sequence.request.forced_ids
-    if not forced:
-        return -1
-    index = _output_index(sequence)
-    return forced[index] if index < len(forced) else -1
-
-
-def _fill(field: np.ndarray, values, padding) -> None:
-    field[: len(values)] = values
-    field[len(values) :] = padding
+        dispatched = time.monotonic()
+        return StepResult(plan=plan, sampled=sampled, scored=scored, anchor=results["body"], dispatched=dispatched)

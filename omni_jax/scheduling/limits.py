@@ -69,10 +69,10 @@ def output_room(request: Request, max_model_len: int) -> int:
 
 def ending(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:
     """How the latest token ends a sequence: (finish reason, the stop token id if one did), or None if it does not."""
-    params = sequence.request.params
-    if sequence.num_output > params.min_tokens:
+    params, count = sequence.request.params, sequence.num_output
+    if count > params.min_tokens:
         if token in eos_token_ids and not params.ignore_eos:
             return "stop", None
         if token in params.stop_token_ids:
             return "stop", token
-    return ("length", None) if sequence.num_output >= sequence.max_output else None
+    return ("length", None) if count >= sequence.max_output else None

@@ -23,6 +23,7 @@ taken too.
 
 import functools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from omni_jax.cost.model import CostModel
 from omni_jax.memory.block_pool import BlockPool
@@ -35,9 +36,24 @@ from omni_jax.scheduling.discipline import Discipline, FirstCome, Rank
 from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.features import Features, can_start, computable
 from omni_jax.scheduling.limits import SchedulerConfig, ending, output_room
-from omni_jax.scheduling.plan import Accepted, Row, StepPlan
+from omni_jax.scheduling.plan import StepPlan
+from omni_jax.scheduling.plan_builder import PlanBuilder
 from omni_jax.scheduling.preemption import Preemption
 from omni_jax.scheduling.queues import Queues
+
+
+class Accepted(NamedTuple):
+    """A row whose result was committed.
+
+    Attributes:
+        row: Index of the row in the plan.
+        sequence: The row's sequence.
+        token: The token that the sequence gained, if one was sampled.
+    """
+
+    row: int
+    sequence: Sequence
+    token: int | None
 
 
 class Scheduler:
@@ -94,6 +110,8 @@ class Scheduler:
         self.held: frozenset[str] = frozenset()
         self._live: dict[str, list[Sequence]] = {}
         self._arrivals = 0
+        self._num_plans = 0
+        self._in_flight: dict[int, tuple[Sequence, ...]] = {}  # plan's number -> sequence of each row, until `commit`
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -176,6 +194,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Requeue all running sequences after a step that raised, and discard pending tokens (contract e)."""
+        self._in_flight.clear()
         live = self.live()
         unqueued = {child for sequence in live for child in sequence.children}  # they need no features yet
         for sequence in live:
@@ -219,20 +238,22 @@ class Scheduler:
         if not decoding and not wanted:
             return None
 
-        rows = [self._row(sequence, 1, now) for sequence in decoding]
+        rows = PlanBuilder(self.config.eos_token_ids, self.features)
+        for sequence in decoding:
+            self._add_row(rows, sequence, 1, now)
         left = wanted
         if wanted and self.config.chunked_prefill:
             left = self.config.buckets.fill(len(decoding) + wanted, len(decoding)) - len(decoding)
         for sequence, count in self._shares(prefilling + admissible, left, now, pace):
-            rows.append(self._row(sequence, count, now))
+            self._add_row(rows, sequence, count, now)
         if by_deadline:
             self._record_pauses(prefilling, now)
-        if not rows:
+        if not rows.sequences:
             return None
-        decode = all(row.count == 1 and not row.score for row in rows)
-        buckets = self.config.buckets
-        size = buckets.cover_decode(len(rows)) if decode else buckets.cover_mixed(sum(row.count for row in rows))
-        plan = StepPlan(rows=tuple(rows), decode=decode, size=size)
+        buckets, total = self.config.buckets, len(rows.tokens)
+        self._num_plans += 1
+        plan = rows.build(self._num_plans, buckets.cover_decode(total) if rows.decode else buckets.cover_mixed(total))
+        self._in_flight[plan.number] = tuple(rows.sequences)
         if by_deadline and self.cost is not None and self.features is not None:
             self._step_seconds = self.cost.seconds(plan.shape)
         return plan
@@ -309,38 +330,26 @@ class Scheduler:
                 sequence.paused = True
                 self.events.append(Event(kind="pause", sequence=sequence, cause="budget"))
 
-    def _row(self, sequence: Sequence, count: int, now: float) -> Row:
-        assert sequence.slot is not None
-        start, end = sequence.computed, sequence.computed + count
+    def _add_row(self, rows: PlanBuilder, sequence: Sequence, count: int, now: float) -> None:
+        """Add the next `count` tokens of a sequence to a step; they count as computed from now on."""
         if len(sequence.known) >= (sequence.registered + 1) * self.pool.block_size:
-            self.blocks.register(sequence, end)
-        row = Row(
-            sequence=sequence,
-            slot=sequence.slot,
-            start=start,
-            count=count,
-            feedback=sequence.pending > 0,
-            sample=count == sequence.uncomputed and sequence.remaining > 0,
-            score=sequence.wants_prompt_logprobs,
-            admit=not sequence.on_device,
-            moved=sequence.on_device and sequence.on_device_blocks == 0,
-            dropped=sequence.dropped,
-            first_new_block=sequence.on_device_blocks,
-            new_blocks=tuple(sequence.blocks[sequence.on_device_blocks :]),
-            features=self.features.in_range(sequence, start, end) if self.features and sequence.request.media else (),
-        )
+            self.blocks.register(sequence, sequence.computed + count)
+        sample = rows.add(sequence, count)
         sequence.on_device, sequence.on_device_blocks = True, len(sequence.blocks)
-        sequence.computed = end
+        sequence.computed += count
         sequence.served_at = now
         if sequence.paused:
             sequence.paused = False
             self.events.append(Event(kind="resume", sequence=sequence, cause="turn"))
         if self.features is not None and sequence.request.media:
             self.features.release_passed(sequence)
-        sequence.pending += row.sample
-        if sequence.children and end >= sequence.num_prompt:
+        sequence.pending += sample
+        if sequence.children and sequence.computed >= sequence.num_prompt:
             self._fork(sequence)
-        return row
+
+    def sequences_in(self, plan: StepPlan) -> tuple[Sequence, ...]:
+        """The sequence of each row of a plan that was not committed yet."""
+        return self._in_flight[plan.number]
 
     def next_batch(self) -> tuple[MediaSpan, ...]:
         """The images to encode in the next call, or none. The caller must call `encoded` after it."""
@@ -378,36 +387,37 @@ class Scheduler:
         """Add the sampled tokens to their sequences, and end the sequences that they end.
 
         Args:
-            plan: The plan of the step. Rows of sequences that ended in the meantime are dropped.
+            plan: The plan of the step, made since the last `reset`. Rows of sequences that ended in the meantime are
+                dropped.
             tokens: The sampled token of each row: None if none was sampled, -1 if its logits were not numbers.
             now: Engine time in seconds when the tokens came.
         """
         self.pool.now = max(self.pool.now, now)
-        accepted = []
-        for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=True)):
-            sequence = row.sequence
-            if row.sample:
+        sequences, accepted = self._in_flight.pop(plan.number), []
+        for score in plan.scores:
+            sequence = sequences[score.row]
+            sequence.scored = max(sequence.scored, min(int(plan.stops[score.row]), sequence.num_prompt - 1))
+        for row, (sequence, sample, token) in enumerate(zip(sequences, plan.samples.tolist(), tokens, strict=True)):
+            if sample:
                 sequence.pending -= 1
             if sequence.finish_reason is not None:
                 continue
-            if row.score:
-                sequence.scored = max(sequence.scored, min(row.start + row.count, sequence.num_prompt - 1))
-            if row.sample and token is not None:
-                if token < 0:
-                    self.finish(sequence, "error")
-                else:
-                    if sequence.first_token_at is None:
-                        sequence.first_token_at = now
-                    sequence.known.append(token)
-                    if end := ending(sequence, token, self.config.eos_token_ids):
-                        self.finish(sequence, *end)
-                    elif sequence.slot is None:
-                        self._queues.file(sequence)  # preempted meanwhile: its next token is due now
-            elif not sequence.max_output and row.start + row.count >= sequence.num_prompt:
-                self.finish(sequence, "length")
-            accepted.append(
-                Accepted(row=row, token=token if row.sample and token is not None and token >= 0 else None, index=index)
-            )
+            if not sample or token is None:
+                token = None
+                if not sequence.max_output and plan.stops[row] >= sequence.num_prompt:
+                    self.finish(sequence, "length")
+            elif token < 0:
+                token = None
+                self.finish(sequence, "error")
+            else:
+                if sequence.first_token_at is None:
+                    sequence.first_token_at = now
+                sequence.known.append(token)
+                if end := ending(sequence, token, self.config.eos_token_ids):
+                    self.finish(sequence, *end)
+                elif sequence.slot is None:
+                    self._queues.file(sequence)  # preempted meanwhile: its next token is due now
+            accepted.append(Accepted(row, sequence, token))
         return accepted
 
     def _fork(self, parent: Sequence) -> None:

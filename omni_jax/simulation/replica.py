@@ -5,20 +5,20 @@ import collections
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from omni_jax.cost.model import CostModel, Kind, StepShape
 from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.memory.recycling import make_recycling
-from omni_jax.requests import InvalidRequest, MediaSpan, Request
+from omni_jax.requests import InvalidRequest, MediaSpan, Request, Sequence
 from omni_jax.scheduling.blocks import Blocks
 from omni_jax.scheduling.buckets import Buckets, default_buckets, patch_buckets
 from omni_jax.scheduling.discipline import Discipline, FirstCome
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig
-from omni_jax.scheduling.plan import Row, StepPlan
+from omni_jax.scheduling.plan import StepPlan
 from omni_jax.scheduling.scheduler import Scheduler
 from omni_jax.telemetry.recorder import Recorder
 
@@ -230,10 +230,11 @@ class Replica:
         self.scheduler.events.clear()
         issued = now
         if plan is not None:
-            self._recorder.planned(plan, now)
+            sequences = self.scheduler.sequences_in(plan)
+            self._recorder.planned(plan, sequences, now)
             issued += self._config.host_seconds
             shape = plan.shape
-            pieces = () if self._on_step is None else tuple(p for row in plan.rows for p in _pieces(row))
+            pieces = () if self._on_step is None else tuple(pieces_of(plan, sequences))
             self._in_flight.append((plan, self._run(issued, self._cost.seconds(shape), shape, pieces)))
 
         encoded = False
@@ -271,10 +272,10 @@ class Replica:
 
     def _read(self, now: float) -> None:
         plan, _ = self._in_flight.popleft()
-        accepted = self.scheduler.commit(plan, [0 if row.sample else None for row in plan.rows], now)
-        self._recorder.committed(plan, now)
+        accepted = self.scheduler.commit(plan, [0 if sample else None for sample in plan.samples], now)
+        self._recorder.committed(plan, accepted, now)
         for one in accepted:
-            sequence = one.row.sequence
+            sequence = one.sequence
             if sequence.finish_reason is not None:
                 self._recorder.finished(sequence, now)
                 if not self.scheduler.has(sequence.request.id):
@@ -333,15 +334,12 @@ class Replica:
                     yield Piece(sequence.request.id, sequence.index, segment, span.start, span.num_patches)
 
 
-def _pieces(row: Row) -> Iterator[Piece]:
-    """The pieces of a row, by segment."""
-    sequence, start, stop = row.sequence, row.start, row.start + row.count
-    stops = sequence.request.segment_stops or (sequence.num_prompt,)
-    for segment in range(bisect.bisect_right(stops, start), len(stops)):
-        if start >= stop:
-            return
-        end = min(stops[segment], stop)
-        yield Piece(sequence.request.id, sequence.index, segment, start, end - start)
-        start = end
-    if start < stop:
-        yield Piece(sequence.request.id, sequence.index, len(stops), start, stop - start)
+def pieces_of(plan: StepPlan, sequences: Iterable[Sequence]) -> Iterator[Piece]:
+    """The pieces of a plan's rows, by segment; output tokens get the number after the last segment."""
+    for sequence, start, stop in zip(sequences, plan.starts.tolist(), plan.stops.tolist(), strict=True):
+        stops = sequence.request.segment_stops or (sequence.num_prompt,)
+        while start < stop:
+            segment = bisect.bisect_right(stops, start)
+            end = min(stops[segment], stop) if segment < len(stops) else stop
+            yield Piece(sequence.request.id, sequence.index, segment, start, end - start)
+            start = end

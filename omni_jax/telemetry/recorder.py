@@ -20,7 +20,8 @@ from omni_jax.requests import Sequence as Continuation
 from omni_jax.requests.segment import Modality, Segment
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling.events import Event
-from omni_jax.scheduling.plan import Row, StepPlan
+from omni_jax.scheduling.plan import StepPlan
+from omni_jax.scheduling.scheduler import Accepted
 from omni_jax.segments.deadlines import decode_deadline
 from omni_jax.telemetry.figures import (
     BOUNDS,
@@ -153,23 +154,24 @@ class Recorder:
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
-    def planned(self, plan: StepPlan, now: float) -> None:
-        """Record that a step was planned."""
+    def planned(self, plan: StepPlan, sequences: tuple[Continuation, ...], now: float) -> None:
+        """Record that a step was planned, with the sequence of each of its rows."""
         with self._lock:
             self._totals["iteration_tokens_total"].add(plan.num_tokens)
         if not self._segments:
             return
-        for row in plan.rows:
-            if row.start < row.sequence.num_prompt:
-                self._begin(row, now)
+        for sequence, start, stop in zip(sequences, plan.starts.tolist(), plan.stops.tolist(), strict=True):
+            if start < sequence.num_prompt:
+                self._begin(sequence, start, min(stop, sequence.num_prompt), now)
 
-    def committed(self, plan: StepPlan, now: float) -> None:
-        """Record that the result of a step was read."""
+    def committed(self, plan: StepPlan, accepted: Iterable[Accepted], now: float) -> None:
+        """Record that the result of a step was read, and the rows that the scheduler accepted."""
         if not self._segments:
             return
-        for row in plan.rows:
-            if row.start < row.sequence.num_prompt and (progress := self._live.get(row.sequence)) is not None:
-                self._end(row.sequence, progress, row.start + row.count, now)
+        starts, stops = plan.starts.tolist(), plan.stops.tolist()
+        for row, sequence, _ in accepted:
+            if starts[row] < sequence.num_prompt and (progress := self._live.get(sequence)) is not None:
+                self._end(sequence, progress, stops[row], now)
 
     def encoding(self, spans: Iterable[MediaSpan], now: float) -> None:
         """Record that the vision tower started on a batch. It processes one at a time."""
@@ -224,13 +226,11 @@ class Recorder:
         if self._sink is not None:
             self._sink(record)
 
-    def _begin(self, row: Row, now: float) -> None:
-        sequence = row.sequence
+    def _begin(self, sequence: Continuation, start: int, stop: int, now: float) -> None:
         progress = self._live.get(sequence)
         if progress is None:
             progress = self._live[sequence] = _Progress(sequence.request)
-        stop = min(row.start + row.count, sequence.num_prompt)
-        for number in range(bisect.bisect_right(progress.stops, row.start), len(progress.stops)):
+        for number in range(bisect.bisect_right(progress.stops, start), len(progress.stops)):
             if progress.segments[number].start >= stop:
                 break
             if number >= progress.next:

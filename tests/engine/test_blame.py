@@ -81,7 +81,7 @@ def test_a_request_that_makes_steps_raise_ends_alone(monkeypatch):
     engine, dispatch, raised = make_engine(main), main.runner.dispatch, []
 
     def poisoned(plan):
-        if any(row.sequence.request.id == "4" and row.start + row.count > 24 for row in plan.rows):
+        if any(row.request_id == "4" and row.stop > 24 for row in plan.rows):
             raised.append(1)
             raise RuntimeError("injected")
         return dispatch(plan)

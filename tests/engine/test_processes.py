@@ -78,7 +78,7 @@ def test_when_one_process_dies_the_other_exits_with_a_clear_error(mode, survivor
 
 def proposal(**changes):
     kernels = {"decode": "triton", "mixed": "triton", "write": "triton"}
-    same = {"model": "a", "settings": "b", "end of text": [0]}
+    same = {"model": "a", "settings": "b"}
     return {"kernels": kernels, "num_pages": 100, "max_model_len": 64, "same": same} | changes
 
 

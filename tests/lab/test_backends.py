@@ -74,13 +74,13 @@ def test_the_recorder_gives_each_segment_its_steps():
     scheduler.add(request)
     while scheduler.num_live:
         plan = scheduler.plan(now)
-        recorder.planned(plan, now)
+        recorder.planned(plan, scheduler.sequences_in(plan), now)
         now += 1.0  # each step takes a second
         accepted = scheduler.commit(plan, [7 if row.sample else None for row in plan.rows], now)
-        recorder.committed(plan, now)
+        recorder.committed(plan, accepted, now)
         for one in accepted:
-            if one.row.sequence.finish_reason is not None:
-                recorder.finished(one.row.sequence, now)
+            if one.sequence.finish_reason is not None:
+                recorder.finished(one.sequence, now)
     run = make_run(recorder.records, recorder.steps, recorder.requests, start=100.0)
     (row,) = run.requests
     assert (row.kind, row.arrival, row.prompt_tokens, row.output_tokens) == ("table", 0.5, 40, 3)
@@ -114,13 +114,11 @@ def test_two_steps_in_flight_do_not_count_twice():
     scheduler.add(request)
     recorder = RunRecorder()
     one = scheduler.plan(0.0)
-    recorder.planned(one, 0.0)
+    recorder.planned(one, scheduler.sequences_in(one), 0.0)
     two = scheduler.plan(0.25)
-    recorder.planned(two, 0.25)
-    scheduler.commit(one, [None], 1.0)
-    recorder.committed(one, 1.0)
-    scheduler.commit(two, [7], 1.5)
-    recorder.committed(two, 1.5)
+    recorder.planned(two, scheduler.sequences_in(two), 0.25)
+    recorder.committed(one, scheduler.commit(one, [None], 1.0), 1.0)
+    recorder.committed(two, scheduler.commit(two, [7], 1.5), 1.5)
     assert [(step.start, step.seconds) for step in recorder.steps] == [(0.0, 1.0), (1.0, 0.5)]
 
 

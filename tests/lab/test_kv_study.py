@@ -28,10 +28,10 @@ from omni_jax.lab.kv_study import (
 from omni_jax.lab.kv_study_files import kept_plans, plan_settings, write_plan
 from omni_jax.lab.kv_study_report import summarise, table, write_results
 from omni_jax.requests import Delta, EngineError, InvalidRequest, Request, Sequence, TokenLogprob
-from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.telemetry.recorder import Recorder
 from serving.cli import kv_study as kv_study_cli
 from tests.command_line import run_command
+from tests.plans import HandRow, plan_of
 from tests.serving.fake_engine import FakeInfo, make_tokenizer
 
 OFF = Plan(name="off", options={})
@@ -74,7 +74,7 @@ class StudyEngine:
             start, count = sequence.computed, len(sequence.known) - sequence.computed
             sequence.computed += count
             sequence.blocks = list(range(math.ceil(sequence.rows / self.info.block_size)))
-            rows.append(self._row(sequence, start, count))
+            rows.append(HandRow(sequence=sequence, start=start, count=count))
             token = sequence.request.forced_ids[place]
             sequence.known.append(token)
             entry = TokenLogprob(token_id=token, logprob=-(int(name) + place / 100))
@@ -83,24 +83,8 @@ class StudyEngine:
             deltas.append(Delta(request_id=name, token_ids=(token,), logprobs=(entry,), finish_reason=reason))
             if last:
                 del self.running[name]
-        self.recorder.planned(StepPlan(rows=tuple(rows), decode=False, size=1), 0.0)
+        self.recorder.planned(plan_of(*rows), tuple(row.sequence for row in rows), 0.0)
         return deltas
-
-    @staticmethod
-    def _row(sequence, start, count):
-        return Row(
-            sequence=sequence,
-            slot=0,
-            start=start,
-            count=count,
-            dropped=sequence.dropped,
-            feedback=False,
-            sample=True,
-            score=False,
-            admit=False,
-            first_new_block=0,
-            new_blocks=(),
-        )
 
 
 def windows(count=3, prompt=20, steps=5):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from omni_jax.runtime.functions import logits_of
-from omni_jax.scheduling.plan import StepPlan
+from tests.plans import HandRow, plan_of
 from tests.runtime.with_blocks import block_runner, make_row, make_sequence, mixed, prefill, prompt
 
 SINKS, WINDOW = 4, 16
@@ -70,7 +70,7 @@ def check(found, expected):
 def decode(runner, sequence, place, *, admit=False):
     """The result for the token at `place`."""
     row = make_row(sequence, place, 1, sample=True, admit=admit)
-    return np.array(runner.dispatch(StepPlan(rows=(row,), decode=True, size=1)).read()[0])[:1]
+    return np.array(runner.dispatch(plan_of(row, decode=True, size=1)).read()[0])[:1]
 
 
 def compact(runner, sequence, computed, keep, target):
@@ -186,9 +186,9 @@ def test_a_moved_row_gets_a_new_table_and_keeps_its_history():
     before = np.array(runner._history[0])
     [in_flight] = np.flatnonzero(before >= 2)
     runner.compact(sequence.blocks, 60, 30, [7, 8], sinks=SINKS, window=WINDOW)
-    sequence.blocks, sequence.dropped, sequence.pending = [7, 8], 30, 2
-    row = dataclasses.replace(make_row(sequence, 60, 1, sample=True), feedback=True, moved=True, new_blocks=(7, 8))
-    sampled, _ = runner.dispatch(StepPlan(rows=(row,), decode=True, size=1)).read()
+    sequence.blocks, sequence.dropped = [7, 8], 30
+    row = HandRow(sequence=sequence, start=60, count=1, sample=True, feedback=True, moved=True)
+    sampled, _ = runner.dispatch(plan_of(row, decode=True, size=1)).read()
     before[int(sampled[0, 0])] += 2
     np.testing.assert_array_equal(np.asarray(runner._history[0]), before)
     assert before[in_flight] >= 2

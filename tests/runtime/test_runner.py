@@ -9,9 +9,9 @@ import pytest
 from omni_jax.requests import Sequence
 from omni_jax.runtime.executables import compile_all
 from omni_jax.runtime.runner import Runner
-from omni_jax.scheduling.plan import Row, StepPlan
 from tests import tiny
 from tests.engines import alone, greedy, load_tiny, make_engine, request, run
+from tests.plans import HandRow, plan_of
 
 pytestmark = pytest.mark.smoke
 
@@ -122,30 +122,15 @@ def sequences(runner, count: int, length: int) -> list[Sequence]:
         item = request(str(i), tiny.prompt(length, seed=i), greedy())
         sequence = Sequence(request=item, index=0, order=(i, 0), max_output=9, known=list(item.prompt_ids), slot=i)
         sequence.blocks = list(range(1 + i * blocks, 1 + (i + 1) * blocks))
-        runner.dispatch(StepPlan(rows=(row(sequence, 0, length - 1, admit=True),), decode=False, size=64)).read()
+        runner.dispatch(plan_of(HandRow(sequence=sequence, start=0, count=length - 1, new_slot=True))).read()
         found.append(sequence)
     return found
 
 
-def row(sequence: Sequence, start: int, count: int, *, admit=False, sample=False) -> Row:
-    return Row(
-        sequence=sequence,
-        slot=sequence.slot,
-        start=start,
-        count=count,
-        feedback=False,
-        sample=sample,
-        score=False,
-        admit=admit,
-        first_new_block=0,
-        new_blocks=(),
-    )
-
-
 def decode(runner, chosen: list[Sequence], size: int) -> np.ndarray:
     """Tokens and bits of logprobs [rows, ...] of one decode step."""
-    rows = tuple(row(s, len(s.known) - 1, 1, sample=True) for s in chosen)
-    sampled, _ = runner.dispatch(StepPlan(rows=rows, decode=True, size=size)).read()
+    rows = [HandRow(sequence=s, start=len(s.known) - 1, count=1, sample=True) for s in chosen]
+    sampled, _ = runner.dispatch(plan_of(*rows, decode=True, size=size)).read()
     return np.array(sampled[: len(rows)])
 
 

@@ -11,7 +11,7 @@ from omni_jax.requests import SamplingParams
 from omni_jax.requests.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from omni_jax.runtime import sampling
 from omni_jax.runtime.functions import StepSizes, rebuild_history
-from omni_jax.runtime.runner import _numbers
+from omni_jax.runtime.packer import numbers
 
 pytestmark = pytest.mark.smoke
 
@@ -289,7 +289,7 @@ def test_every_admitted_combination_of_parameters_chooses_a_token(params, scale,
         _choice(
             logits,
             history,
-            np.asarray(_numbers(params), np.float32),
+            np.asarray(numbers(params), np.float32),
             np.array([max(params.top_k, 0)], np.int32),
             bias_ids,
             bias_values,
@@ -305,7 +305,7 @@ def test_every_admitted_combination_of_parameters_chooses_a_token(params, scale,
 def test_smp_05_top_p_zero_takes_the_first_of_the_most_likely_tokens():
     logits = np.zeros(VOCAB)
     logits[[40, 7, 200]] = 1.0
-    temperature, top_p, *_ = _numbers(SamplingParams(top_p=0))
+    temperature, top_p, *_ = numbers(SamplingParams(top_p=0))
     assert set(draw(logits, temperature=temperature, top_p=top_p)) == {7}
     logits[40] = 1.1
     for top_p in (0.0, 5e-324, 1e-45, 1e-9):

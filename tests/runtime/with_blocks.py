@@ -7,10 +7,11 @@ from omni_jax import compat
 from omni_jax.requests import Sequence
 from omni_jax.runtime.executables import compile_all
 from omni_jax.runtime.runner import Runner
-from omni_jax.scheduling.plan import Row, StepPlan
+from omni_jax.scheduling.plan import StepPlan
 from tests import tiny
 from tests.compilation_cache import CACHE, one_process_at_a_time
 from tests.engines import greedy, load_tiny, request
+from tests.plans import HandRow, plan_of
 
 
 @functools.cache
@@ -35,25 +36,12 @@ def make_sequence(prompt: list[int], blocks: list[int], *, slot: int = 0) -> Seq
 
 def make_row(
     sequence: Sequence, start: int, count: int, *, admit: bool = False, sample: bool = False, score: bool = False
-) -> Row:
-    assert sequence.slot is not None
-    return Row(
-        sequence=sequence,
-        slot=sequence.slot,
-        start=start,
-        count=count,
-        feedback=False,
-        sample=sample,
-        score=score,
-        admit=admit,
-        first_new_block=0,
-        new_blocks=(),
-        dropped=sequence.dropped,
-    )
+) -> HandRow:
+    return HandRow(sequence=sequence, start=start, count=count, sample=sample, score=score, new_slot=admit)
 
 
-def mixed(*rows: Row, size: int = 64) -> StepPlan:
-    return StepPlan(rows=rows, decode=False, size=size)
+def mixed(*rows: HandRow, size: int = 64) -> StepPlan:
+    return plan_of(*rows, size=size)
 
 
 def prefill(runner: Runner, sequence: Sequence, count: int) -> None:

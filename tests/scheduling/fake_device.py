@@ -8,8 +8,10 @@ of an image's placeholder, the model sees a number that only the encoder can hav
 import dataclasses
 import zlib
 
-from omni_jax.requests import MediaSpan, Request, Sequence
+from omni_jax.requests import MediaSpan, Request
 from omni_jax.scheduling.plan import Row, StepPlan
+
+Order = tuple[int, int]  # the name of a continuation in a plan
 
 VOCABULARY = 7
 START = 0xCBF29CE484222325
@@ -83,7 +85,7 @@ class Result:
 
 
 class FakeDevice:
-    """Runs plans as omni_jax.runtime does, using only the plan and the known tokens of its sequences.
+    """Runs plans as omni_jax.runtime does, using only the plan.
 
     Each entry that it reads is compared with what the sequence alone would have written.
     """
@@ -91,15 +93,15 @@ class FakeDevice:
     def __init__(self, *, num_blocks: int, block_size: int, slots: int, max_model_len: int):
         self.block_size, self.num_blocks, self.slots = block_size, num_blocks, slots
         self.pages_per_row = -(-max_model_len // block_size)
-        self.streams: dict[Sequence, Stream] = {}
+        self.streams: dict[Order, Stream] = {}
         self.wipe()
 
     def wipe(self) -> None:
         """Replace all arrays."""
         self._cache: list[list[tuple[int, int] | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
         self._tables = [[0] * self.pages_per_row for _ in range(self.slots)]
-        self._last_token: list[tuple[Sequence, int] | None] = [None] * self.slots
-        self._owner: list[Sequence | None] = [None] * self.slots
+        self._last_token: list[tuple[Order, int] | None] = [None] * self.slots
+        self._owner: list[Order | None] = [None] * self.slots
         self._features: dict[int, int] = {}
 
     def encode(self, batch: tuple[MediaSpan, ...], rows) -> None:
@@ -109,51 +111,50 @@ class FakeDevice:
             assert min(own) > 0, "row 0 means no feature"
             self._features |= {int(row): feature(span.key, i) for i, row in enumerate(own)}
 
-    def stream(self, sequence: Sequence) -> Stream:
-        if sequence not in self.streams:
-            self.streams[sequence] = Stream(seen_prompt(sequence.request), sequence.index)
-        return self.streams[sequence]
+    def stream(self, order: Order, request: Request) -> Stream:
+        if order not in self.streams:
+            self.streams[order] = Stream(seen_prompt(request), order[1])
+        return self.streams[order]
 
     def dispatch(self, plan: StepPlan, cases: dict[str, Case], may_write) -> Result:
         """Run the rows in order. `may_write(block)` is called before each write, and raises if it is not allowed."""
-        for row in plan.rows:
-            self._update_table(row)
+        rows = plan.rows
+        self._update_tables(plan, rows)
+        features = () if plan.media is None else plan.media.features
         tokens, scored = [], []
-        for row in plan.rows:
-            token, scores = self._run(row, cases[row.sequence.request.id], may_write)
+        for row in rows:
+            own = {at - row.place: own for at, own in features if row.place <= at < row.place + row.count}
+            token, scores = self._run(row, own, cases[row.request_id], may_write)
             tokens.append(token)
             scored.append(scores)
         return Result(tokens=tuple(tokens), scored=tuple(scored))
 
-    def _update_table(self, row: Row) -> None:
-        if row.admit:
-            assert row.first_new_block == 0
-            assert row.new_blocks == tuple(row.sequence.blocks)
-            self._owner[row.slot] = row.sequence
-            self._tables[row.slot] = [0] * self.pages_per_row
-        elif row.moved:
-            assert self._owner[row.slot] is row.sequence, "another sequence has the slot"
-            assert row.new_blocks == tuple(row.sequence.blocks)
-            self._tables[row.slot] = [0] * self.pages_per_row
-        else:
-            assert len(row.new_blocks) <= 1, "the packed buffer has room for one new block per row"
-            assert self._owner[row.slot] is row.sequence, "another sequence has the slot"
-        for i, block in enumerate(row.new_blocks):
-            assert self._tables[row.slot][row.first_new_block + i] == 0, "a block table entry is written once"
-            self._tables[row.slot][row.first_new_block + i] = block
+    def _update_tables(self, plan: StepPlan, rows: tuple[Row, ...]) -> None:
+        for row in rows:
+            if row.write is None or not row.write.new:
+                assert self._owner[row.slot] == row.order, "another sequence has the slot"
+            if row.write is not None:
+                self._owner[row.slot] = row.order
+                blocks = row.write.blocks
+                self._tables[row.slot] = [*blocks, *[0] * (self.pages_per_row - len(blocks))]
+        assert len(plan.new_blocks) <= len(rows), "the packed buffer has room for one new block per row"
+        for slot, index, block in plan.new_blocks:
+            assert self._tables[slot][index] == 0, "a block table entry is written once"
+            self._tables[slot][index] = block
 
-    def _run(self, row: Row, case: Case, may_write) -> tuple[int | None, tuple[tuple[int, int], ...]]:
-        sequence, stream, table = row.sequence, self.stream(row.sequence), self._tables[row.slot]
+    def _run(self, row: Row, features, case: Case, may_write) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+        prompt = len(case.request.prompt_ids)
+        stream, table = self.stream(row.order, case.request), self._tables[row.slot]
         assert row.slot < self.slots
         if row.feedback:
-            assert row.count == 1
+            assert row.tokens.tolist() == [-row.slot - 1]
             writer, last = self._last_token[row.slot]
-            assert writer is sequence, "fed back a token of another sequence"
+            assert writer == row.order, "fed back a token of another sequence"
             given = [last]
         else:
-            given = sequence.known[row.start : row.start + row.count]
+            given = row.tokens.tolist()
             assert len(given) == row.count, "runs tokens that the host has not read"
-            for offset, own in row.features:
+            for offset, own in features.items():
                 given[offset : offset + len(own)] = [self._features[int(at)] for at in own]
         digest, scores = START, []
         before = -1
@@ -173,13 +174,14 @@ class FakeDevice:
             may_write(block)
             digest = extend(digest, token)
             self._cache[block][at % self.block_size] = (position, digest)
-            if row.score and position < sequence.num_prompt - 1:
+            if row.targets is not None and position < prompt - 1:
+                assert row.targets[position - row.start] == case.request.prompt_ids[position + 1]
                 scores.append((digest, stream.token(position + 1)))
         if not row.sample:
             return None, tuple(scores)
-        output = row.start + row.count - sequence.num_prompt
-        token = -1 if output == case.nan_at else sample(digest, sequence.index)
-        self._last_token[row.slot] = (sequence, token)
+        output = row.stop - prompt
+        token = -1 if output == case.nan_at else sample(digest, row.order[1])
+        self._last_token[row.slot] = (row.order, token)
         return token, tuple(scores)
 
     def _read(self, table: list[int], at: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from omni_jax.scheduling.buckets import Buckets, default_buckets
 from omni_jax.scheduling.discipline import Discipline
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig
-from omni_jax.scheduling.plan import StepPlan
+from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.scheduling.scheduler import Scheduler
 from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream, seen_prompt
 
@@ -346,8 +346,9 @@ class Loop:
         unqueued = [child for s in live for child in s.children if child.finish_reason is None]
         assert len(running) + len(waiting) + len(unqueued) == len(live), "a live sequence is in no queue or in two"
         assert {*running, *waiting, *unqueued} == set(live)
+        sampling = self._sampling()
         for sequence in self.sequences:
-            flying = sum(row.sequence is sequence and row.sample for plan, _ in self.in_flight for row in plan.rows)
+            flying = sampling[sequence.order]
             assert sequence.pending == flying or sequence.finish_reason is not None
             assert (sequence.slot is not None) == (sequence in running)
             assert len(set(sequence.blocks)) == len(sequence.blocks)
@@ -418,27 +419,29 @@ class Loop:
     def _check_plan(self, plan: StepPlan, waiting: list[Sequence], running: list[Sequence]) -> None:
         config, rows = self.config, plan.rows
         assert rows
-        assert len({row.sequence for row in rows}) == len({row.slot for row in rows}) == len(rows)
+        sequences = self.scheduler.sequences_in(plan)
+        assert [row.order for row in rows] == [sequence.order for sequence in sequences]
+        assert len({*sequences}) == len({row.slot for row in rows}) == len(rows)
         assert all(row.count >= 1 for row in rows)
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(rows) <= config.buckets.rows
-        assert plan.decode == all(row.count == 1 and not row.score for row in rows)
+        assert plan.decode == all(row.count == 1 and row.targets is None for row in rows)
         sizes = config.buckets.decode if plan.decode else config.buckets.mixed
         assert plan.size == min(size for size in sizes if size >= plan.num_tokens)
 
-        flying = collections.Counter(r.sequence for p, _ in self.in_flight for r in p.rows if r.sample)
-        for row in rows:
-            sequence = row.sequence
+        flying = self._sampling()
+        for row, sequence in zip(rows, sequences, strict=True):
             assert sequence.finish_reason is None
-            assert row.feedback == (flying[sequence] > 0)
-            assert not (row.admit and flying[sequence]), "contract (d)"
-            sampled = sequence.num_output + flying[sequence]
+            assert row.feedback == (flying[row.order] > 0)
+            assert not (row.admit and flying[row.order]), "contract (d)"
+            assert row.write is None or row.write.blocks == tuple(sequence.blocks)
+            sampled = sequence.num_output + flying[row.order]
             assert sampled + row.sample <= sequence.max_output, "contract (a)"
             if sampled or row.start >= sequence.num_prompt:
                 assert sampled < sequence.max_output, "contract (a): the row is not needed"
             reaches = row.start + row.count == sequence.num_prompt + sampled
             assert row.sample == (reaches and sampled < sequence.max_output)
-            assert not row.score or row.start < sequence.num_prompt - 1
+            assert row.targets is None or row.start < sequence.num_prompt - 1
             assert row.start + row.count - row.dropped <= len(sequence.blocks) * self.pool.block_size
             self.computed[sequence] += row.count
             self.admitted[sequence] += row.admit
@@ -446,7 +449,7 @@ class Loop:
         if self.scheduler.discipline.by_deadline or self.blocks.prefix_caching or self.swap is not None:
             return  # a sequence that waits for a block to be computed or loaded may be overtaken
         # First come, first served: an admitted sequence comes before all that could have been admitted and were not.
-        admitted = [row.sequence.order for row in rows if row.admit]
+        admitted = [row.order for row in rows if row.admit]
         left = [
             s.order
             for s in self.scheduler.waiting
@@ -454,23 +457,27 @@ class Loop:
         ]
         assert not admitted or not left or max(admitted) < min(left)
 
+    def _sampling(self) -> collections.Counter[tuple[int, int]]:
+        """The number of tokens in flight of each continuation."""
+        return collections.Counter(row.order for plan, _ in self.in_flight for row in plan.rows if row.sample)
+
     def _commit(self, plan: StepPlan, result: Result) -> None:
-        dropped = {row.sequence for row in plan.rows if row.sequence.finish_reason is not None}
+        rows, sequences = plan.rows, self.scheduler.sequences_in(plan)
+        ended = [sequence.finish_reason is not None for sequence in sequences]
         accepted = self.scheduler.commit(plan, result.tokens, float(self.pool.step))
-        assert [a.index for a in accepted] == [i for i, r in enumerate(plan.rows) if r.sequence not in dropped]
+        assert [a.row for a in accepted] == [row for row, gone in enumerate(ended) if not gone]
         for one in accepted:
-            row, sequence = one.row, one.row.sequence
-            assert row is plan.rows[one.index]
-            if row.score:
-                self._collect(row, result.scored[one.index])
-            token = result.tokens[one.index]
+            row, sequence = rows[one.row], one.sequence
+            assert sequence is sequences[one.row]
+            if row.targets is not None:
+                self._collect(row, sequence, result.scored[one.row])
+            token = result.tokens[one.row]
             assert one.token == (token if token != -1 else None)
             if one.token is not None:
                 self._read(sequence, one.token)
 
-    def _collect(self, row, scored) -> None:
+    def _collect(self, row: Row, sequence: Sequence, scored) -> None:
         """Collect prompt logprobs as the engine does: without gaps, and without those collected before a preemption."""
-        sequence = row.sequence
         taken, stream = self.scored[sequence.request.id], Stream(seen_prompt(sequence.request), 0)
         assert row.start <= len(taken)
         for position in range(len(taken), min(row.start + row.count, sequence.num_prompt - 1)):

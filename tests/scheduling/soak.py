@@ -244,13 +244,14 @@ class Soak:
         return True
 
     def commit(self, plan: StepPlan) -> None:
-        tokens = [self.token(row.sequence, row.start + row.count) if row.sample else None for row in plan.rows]
-        ended_before = {row.sequence for row in plan.rows if row.sequence.finish_reason is not None}
+        each = list(zip(plan.rows, self.scheduler.sequences_in(plan), strict=True))
+        tokens = [self.token(sequence, row.stop) if row.sample else None for row, sequence in each]
+        num_ended = sum(sequence.finish_reason is not None for _, sequence in each)
         accepted = self.scheduler.commit(plan, tokens, self.now)
-        assert len(accepted) == len(plan.rows) - len(ended_before), "a row of a sequence that had ended was accepted"
+        assert len(accepted) == len(each) - num_ended, "a row of a sequence that had ended was accepted"
         for one in accepted:
-            if one.row.sequence.finish_reason is not None:
-                self.ended(one.row.sequence)
+            if one.sequence.finish_reason is not None:
+                self.ended(one.sequence)
 
     def token(self, sequence: Sequence, index: int) -> int:
         """The token at an index of a sequence, however often it is computed."""
@@ -289,14 +290,15 @@ class Soak:
         assert rows
         assert plan.num_tokens <= config.max_num_batched_tokens, "the budget is exceeded"
         assert len(rows) <= config.max_num_seqs
-        assert len({row.slot for row in rows}) == len({row.sequence for row in rows}) == len(rows)
-        flying = {row.sequence for plan in self.in_flight for row in plan.rows if row.sample}
+        sequences = self.scheduler.sequences_in(plan)
+        assert len({row.slot for row in rows}) == len({*sequences}) == len(rows)
+        flying = {row.order for plan in self.in_flight for row in plan.rows if row.sample}
         references = self.pool._references
-        for row in rows:
-            sequence, stop = row.sequence, row.start + row.count
+        for row, sequence in zip(rows, sequences, strict=True):
+            stop = row.stop
             assert sequence.finish_reason is None
             assert row.slot == sequence.slot
-            assert row.feedback == (sequence in flying)
+            assert row.feedback == (row.order in flying)
             before = self.computed.get(sequence)
             if row.admit:
                 assert not row.feedback, "contract (d): planned before its token was read"
@@ -322,8 +324,9 @@ class Soak:
         Sequences that lost blocks in this plan start anew with another deadline, so they are left out, as are those
         whose end is in flight.
         """
-        admitted = [row for row in plan.rows if row.admit and row.sequence in ranks]
-        last = max((ranks[r.sequence][0] for r in admitted if r.start == ranks[r.sequence][1]), default=None)
+        each = zip(plan.rows, self.scheduler.sequences_in(plan), strict=True)
+        admitted = [(row, ranks[s]) for row, s in each if row.admit and s in ranks]
+        last = max((rank for row, (rank, computed) in admitted if row.start == computed), default=None)
         if last is not None:
             starts = (lambda s: True) if self.features is None else self.features.can_start
             could = [s for s, (_, computed) in ranks.items() if s.computed == computed and s.uncomputed and starts(s)]

@@ -301,7 +301,7 @@ def test_the_simulator_plans_the_same_steps_as_the_engines_loop():
         loop.add(prompt, id=str(number), max_tokens=output, ignore_eos=True)
     loop.run()
     assert sum(r.preemptions for r in result.requests) == loop.scheduler.num_preemptions > 0
-    planned = [{(r.sequence.request.id, r.start, r.count) for r in plan.rows} for plan in loop.plans]
+    planned = [{(r.request_id, r.start, r.count) for r in plan.rows} for plan in loop.plans]
     simulated = []
     for step in result.steps:
         pieces = collections.defaultdict(list)

@@ -14,11 +14,14 @@ from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling.discipline import SLOFirst
 from omni_jax.scheduling.events import Event
-from omni_jax.scheduling.plan import Row, StepPlan
+from omni_jax.scheduling.plan import StepPlan
+from omni_jax.scheduling.scheduler import Accepted
 from omni_jax.telemetry import recorder as recorder_module
 from omni_jax.telemetry.figures import BOUNDS, SECONDS, Histogram, attained
 from omni_jax.telemetry.recorder import WINDOW, Recorder, log_event, request_class
 from omni_jax.telemetry.records import RequestRecord, SegmentRecord
+from tests.plans import HandRow
+from tests.plans import plan_of as plan_by_hand
 from tests.scheduling.loop import Loop, image_span
 
 
@@ -36,23 +39,18 @@ def sequence_of(prompt=10, *, id="r", arrival=0.0, queued=None, segments=(), med
     return Sequence(request=request, index=index, order=(0, index), max_output=99, known=list(request.prompt_ids))
 
 
-def plan_of(*parts: tuple[Sequence, int, int]) -> StepPlan:
-    rows = tuple(
-        Row(
-            sequence=sequence,
-            slot=0,
-            start=start,
-            count=count,
-            feedback=False,
-            sample=False,
-            score=False,
-            admit=False,
-            first_new_block=0,
-            new_blocks=(),
-        )
-        for sequence, start, count in parts
-    )
-    return StepPlan(rows=rows, decode=False, size=64)
+Made = tuple[StepPlan, tuple[Sequence, ...]]  # a plan, and the sequence of each row
+
+
+def plan_of(*parts: tuple[Sequence, int, int]) -> Made:
+    rows = [HandRow(sequence=sequence, start=start, count=count) for sequence, start, count in parts]
+    return plan_by_hand(*rows), tuple(sequence for sequence, _, _ in parts)
+
+
+def read(made: Made) -> tuple[StepPlan, list[Accepted]]:
+    """The plan, and its rows as the scheduler accepts them."""
+    plan, sequences = made
+    return plan, [Accepted(row, sequence, None) for row, sequence in enumerate(sequences)]
 
 
 def cut(*stops: int, **fields) -> list[Segment]:
@@ -78,13 +76,13 @@ def test_a_segment_lasts_from_the_plan_of_its_first_token_to_the_commit_of_its_l
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(10, arrival=1.0, segments=cut(4, 6, 10))
-    recorder.planned(first := plan_of((s, 0, 3)), 2.0)
-    recorder.planned(second := plan_of((s, 3, 5)), 2.5)  # planned one step ahead
-    recorder.committed(first, 3.0)
+    recorder.planned(*(first := plan_of((s, 0, 3))), 2.0)
+    recorder.planned(*(second := plan_of((s, 3, 5))), 2.5)  # planned one step ahead
+    recorder.committed(*read(first), 3.0)
     assert not records  # no segment has ended
-    recorder.committed(second, 3.5)
-    recorder.planned(third := plan_of((s, 8, 2)), 7.0)  # after a pause
-    recorder.committed(third, 8.0)
+    recorder.committed(*read(second), 3.5)
+    recorder.planned(*(third := plan_of((s, 8, 2))), 7.0)  # after a pause
+    recorder.committed(*read(third), 8.0)
     spans = [(r.number, r.start, r.stop, r.queued_at, r.started_at, r.ended_at, r.steps) for r in records]
     assert spans == [
         (0, 0, 4, 1.0, 2.0, 3.5, 2),
@@ -96,7 +94,7 @@ def test_a_segment_lasts_from_the_plan_of_its_first_token_to_the_commit_of_its_l
 
 def test_histograms_of_requests_and_steps_have_vllms_meaning():
     recorder = Recorder()
-    recorder.planned(plan_of((sequence_of(), 0, 9)), 1.0)
+    recorder.planned(*plan_of((sequence_of(), 0, 9)), 1.0)
     end(recorder, sequence_of(arrival=1.0, queued=2.0), 20.0, scheduled=4.0, first=12.0, outputs=5)
     end(recorder, sequence_of(arrival=1.0), 3.0, scheduled=2.0)  # scores its prompt only
     end(recorder, sequence_of(arrival=1.0), 99.0, reason="abort", scheduled=4.0, first=12.0, outputs=5)
@@ -132,8 +130,8 @@ def test_a_segment_is_queued_from_the_plan_that_ends_the_one_before():
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, segments=cut(4, 8))
     for at, plan in ((1.0, plan_of((s, 0, 4))), (5.0, plan_of((s, 4, 4)))):
-        recorder.planned(plan, at)
-        recorder.committed(plan, at + 0.5)
+        recorder.planned(*plan, at)
+        recorder.committed(*read(plan), at + 0.5)
     assert [(r.queued_at, r.started_at, r.ended_at) for r in records] == [(0.0, 1.0, 1.5), (1.0, 5.0, 5.5)]
 
 
@@ -141,12 +139,12 @@ def test_recomputation_after_a_preemption_is_not_recorded_twice():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, segments=cut(4, 8))
-    recorder.planned(plan := plan_of((s, 0, 6)), 1.0)
-    recorder.committed(plan, 2.0)
+    recorder.planned(*(plan := plan_of((s, 0, 6))), 1.0)
+    recorder.committed(*read(plan), 2.0)
     recorder.event(Event(kind="preempt", sequence=s, cause="blocks", by="x[0]", blocks=3), 2.0)
     assert (recorder.preemptions["blocks"], recorder.swapped["blocks"]) == (1, 0)
-    recorder.planned(plan := plan_of((s, 0, 8)), 5.0)
-    recorder.committed(plan, 6.0)
+    recorder.planned(*(plan := plan_of((s, 0, 8))), 5.0)
+    recorder.committed(*read(plan), 6.0)
     assert [(r.number, r.started_at, r.ended_at, r.steps) for r in records] == [(0, 1.0, 2.0, 1), (1, 1.0, 6.0, 2)]
 
 
@@ -154,9 +152,9 @@ def test_a_request_that_ends_with_its_first_token_has_all_its_segments():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, segments=cut(4, 8))
-    recorder.planned(plan := plan_of((s, 0, 8)), 1.0)
+    recorder.planned(*(plan := plan_of((s, 0, 8))), 1.0)
     end(recorder, s, 2.0, scheduled=1.0, first=2.0, outputs=1)
-    recorder.committed(plan, 2.0)
+    recorder.committed(*read(plan), 2.0)
     assert [(r.compute, r.start, r.stop) for r in of(records, SegmentRecord)] == [
         ("prefill", 0, 4),
         ("prefill", 4, 8),
@@ -168,8 +166,8 @@ def test_an_aborted_request_has_only_its_computed_segments():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, segments=cut(4, 8))
-    recorder.planned(plan := plan_of((s, 0, 6)), 1.0)
-    recorder.committed(plan, 2.0)
+    recorder.planned(*(plan := plan_of((s, 0, 6))), 1.0)
+    recorder.committed(*read(plan), 2.0)
     end(recorder, s, 3.0, reason="abort", scheduled=1.0)
     assert [(r.start, r.stop) for r in of(records, SegmentRecord)] == [(0, 4)]
 
@@ -178,8 +176,8 @@ def test_a_prompt_without_segments_is_one_segment():
     records = []
     recorder = Recorder(segments=True, sink=records.append)
     s = sequence_of(8, media=[image_span("a", 2, 4)])
-    recorder.planned(plan := plan_of((s, 0, 8)), 1.0)
-    recorder.committed(plan, 2.0)
+    recorder.planned(*(plan := plan_of((s, 0, 8))), 1.0)
+    recorder.committed(*read(plan), 2.0)
     assert [(r.start, r.stop, r.modality, r.label) for r in records] == [(0, 8, "image", "request")]
 
 
@@ -213,8 +211,8 @@ def test_the_time_until_the_inputs_are_ready_is_a_stage_and_counts_in_every_late
     s = sequence_of(10, arrival=10.0, queued=12.0, media=media, slo=slo)
     recorder.encoding(media, 11.0)  # for another request, while this one fetched the same image
     recorder.encoded(media, 12.5)
-    recorder.planned(plan := plan_of((s, 0, 10)), 13.0)
-    recorder.committed(plan, 14.0)
+    recorder.planned(*(plan := plan_of((s, 0, 10))), 13.0)
+    recorder.committed(*read(plan), 14.0)
     end(recorder, s, 20.0, scheduled=13.0, first=14.0, outputs=6)
     (record,) = of(records, RequestRecord)
     assert (record.input_seconds, record.queue_seconds, record.encode_seconds) == (2.0, 0.5, 0.5)
@@ -335,7 +333,7 @@ def test_memory_and_summary_are_bounded():
     recorder = Recorder(segments=True)
     for n in range(WINDOW + 500):
         s = sequence_of(2, slo=SLO(priority=n))
-        recorder.planned(plan_of((s, 0, 2)), 1.0)
+        recorder.planned(*plan_of((s, 0, 2)), 1.0)
         recorder.event(Event(kind="pause", sequence=s, cause="budget"), 1.0)
         end(recorder, s, 3.0, scheduled=1.0, first=2.0, outputs=2)
         recorder.event(Event(kind="resume", sequence=s, cause="turn"), 4.0)
@@ -357,8 +355,8 @@ def test_histograms_count_each_segment_in_its_bucket():
     took = [0.0005, SECONDS[0], 0.3, 0.3, 1000.0]
     for seconds in took:
         s = sequence_of(4)
-        recorder.planned(plan := plan_of((s, 0, 4)), 2.0)
-        recorder.committed(plan, 2.0 + seconds)
+        recorder.planned(*(plan := plan_of((s, 0, 4))), 2.0)
+        recorder.committed(*read(plan), 2.0 + seconds)
     counts, total = recorder.histograms()["text", "prefill"]
     assert total == pytest.approx(sum(took))
     assert counts[-1] == 1
@@ -382,8 +380,8 @@ def test_the_table_of_a_request_has_a_line_per_segment(caplog):
     recorder.encoding(media, 0.5)
     recorder.encoded(media, 0.75)
     for at, plan in ((1.0, plan_of((s, 0, 4))), (3.0, plan_of((s, 4, 6)))):
-        recorder.planned(plan, at)
-        recorder.committed(plan, at + 0.7)
+        recorder.planned(*plan, at)
+        recorder.committed(*read(plan), at + 0.7)
     with caplog.at_level(logging.INFO, logger="omni_jax.telemetry.recorder"):
         end(recorder, s, 5.0, scheduled=1.0, first=3.7, outputs=3)
     heading, names, *lines = caplog.messages
@@ -416,13 +414,14 @@ class RecordedLoop:
     def __init__(self, loop: Loop, recorder: Recorder):
         self.loop, self.recorder = loop, recorder
         self.recorded: set[Sequence] = set()
-        commit = loop._commit
+        commit = loop.scheduler.commit
 
-        def committing(plan, result):
-            commit(plan, result)
-            recorder.committed(plan, self.now)
+        def committing(plan, tokens, now):
+            accepted = commit(plan, tokens, now)
+            recorder.committed(plan, accepted, now)
+            return accepted
 
-        loop._commit = committing
+        loop.scheduler.commit = committing
 
     @property
     def now(self) -> float:
@@ -433,7 +432,7 @@ class RecordedLoop:
 
         def planned():
             for plan in self.loop.plans[before:]:
-                self.recorder.planned(plan, self.now)
+                self.recorder.planned(plan, self.loop.scheduler.sequences_in(plan), self.now)
             for event in self.loop.scheduler.events:
                 self.recorder.event(event, self.now)
             self.loop.scheduler.events.clear()

@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
+from omni_jax.requests import Sequence as Continuation
 from omni_jax.scheduling.plan import Row, StepPlan
 
 MAX_END_ITEMS = 4  # number of first and of last items shown of a long list
 
 
-def describe(plan: StepPlan) -> str:
-    """Describe a planned step. Call it before the step is committed, so that tokens still on the device are marked.
+def describe(plan: StepPlan, sequences: Iterable[Continuation]) -> str:
+    """Describe a planned step, with the sequence of each of its rows. Call it before the next step is planned.
 
     For each row: places of its tokens in the sequence and in the step's buffer, ids, segments, rotary positions, and
     the range of keys that they attend to. A token attends to all tokens of its own sequence up to itself, in any
@@ -18,42 +19,37 @@ def describe(plan: StepPlan) -> str:
     """
     padding = plan.size - plan.num_tokens
     lines = [
-        f"step: {'decode' if plan.decode else 'mixed'}, {len(plan.rows)} rows, {plan.num_tokens} tokens in a bucket of "
+        f"step: {'decode' if plan.decode else 'mixed'}, {plan.num_rows} rows, {plan.num_tokens} tokens in a bucket of "
         f"{plan.size}"
     ]
-    at = 0
-    for row in plan.rows:
-        lines += _row(row, at)
-        at += row.count
+    for row, sequence in zip(plan.rows, sequences, strict=True):
+        lines += _row(plan, row, sequence)
     if padding:
-        lines.append(f"padding: places {_range(at, plan.size)}; written to page 0, which no sequence holds")
+        places = _range(plan.num_tokens, plan.size)
+        lines.append(f"padding: places {places}; written to page 0, which no sequence holds")
     return "\n".join(lines)
 
 
-def _row(row: Row, at: int) -> list[str]:
-    sequence = row.sequence
-    request, stop = sequence.request, row.start + row.count
-    name = f"{request.id}[{sequence.index}]"
-    notes = [
-        note for note, holds in (("samples", row.sample), ("scores", row.score), ("new in slot", row.admit)) if holds
-    ]
-    ids = [str(token) for token in sequence.known[row.start : stop]]
-    ids += ["(on the device)"] * (row.count - len(ids))  # sampled by the previous step
-    size = len(sequence.blocks)
+def _row(plan: StepPlan, row: Row, sequence: Continuation) -> list[str]:
+    start, stop, place = row.start, row.stop, row.place
+    notes = (("samples", row.sample), ("scores", row.targets is not None), ("new in slot", row.admit))
+    ids = ["(on the device)" if token < 0 else str(token) for token in row.tokens.tolist()]
+    features = () if plan.media is None else plan.media.features
     return [
-        f"{name}: {_tokens(row.start, stop)} (prompt {sequence.num_prompt}, output "
-        f"{len(sequence.known) - sequence.num_prompt}); places {_range(at, at + row.count)}; slot {row.slot}"
-        f"{''.join(f', {note}' for note in notes)}",
+        f"{row.name}: {_tokens(start, stop)} (prompt {sequence.num_prompt}, output {sequence.num_output}); "
+        f"places {_range(place, place + row.count)}; slot {row.slot}"
+        f"{''.join(f', {note}' for note, holds in notes if holds)}",
         f"  input ids  {_ends(ids)}",
-        f"  segments   {_segments(row)}",
-        f"  positions  {_positions(row)}",
+        f"  segments   {_segments(row, sequence)}",
+        f"  positions  {_positions(row, sequence)}",
         *(
-            f"  features   {_tokens(row.start + place, row.start + place + len(rows))} from rows "
+            f"  features   {_tokens(start + at - place, start + at - place + len(rows))} from rows "
             f"{_ends([str(found) for found in rows.tolist()])} of the feature array"
-            for place, rows in row.features
+            for at, rows in features
+            if place <= at < place + row.count
         ),
         f"  keys       {_keys(row)}",
-        f"  blocks     {_ends([str(block) for block in sequence.blocks])} ({size})",
+        f"  blocks     {_ends([str(block) for block in sequence.blocks])} ({len(sequence.blocks)})",
     ]
 
 
@@ -66,16 +62,16 @@ def _keys(row: Row) -> str:
     return f"0..{row.start} for token {row.start}, to 0..{last} for token {last}{without}"
 
 
-def _segments(row: Row) -> str:
+def _segments(row: Row, sequence: Continuation) -> str:
     """The row's tokens by segment."""
-    request, parts = row.sequence.request, []
-    place, stop = row.start, row.start + row.count
+    request, parts = sequence.request, []
+    place, stop = row.start, row.stop
     for number, segment in enumerate(request.segments):
         first, last = max(segment.start, place), min(segment.stop, stop)
         if first < last:
             label = f" {segment.label!r}" if segment.label else ""
             parts.append(f"{number} ({segment.modality}{label}): {_range(first, last)}")
-    prompt = row.sequence.num_prompt
+    prompt = sequence.num_prompt
     if not request.segments and place < prompt:
         parts.append(f"0 (the prompt): {_range(place, min(prompt, stop))}")
     if stop > prompt:
@@ -83,14 +79,14 @@ def _segments(row: Row) -> str:
     return "; ".join(parts)
 
 
-def _positions(row: Row) -> str:
+def _positions(row: Row, sequence: Continuation) -> str:
     """Rotary positions as runs that increase by 1 on all axes: "120..151", or runs of (time, height, width)."""
-    request = row.sequence.request
+    request = sequence.request
     if request.positions is None:
-        return _range(row.start, row.start + row.count)
+        return _range(row.start, row.stop)
     triples: list[tuple[int, ...]] = []
-    for place in range(row.start, row.start + row.count):
-        if place < row.sequence.num_prompt:
+    for place in range(row.start, row.stop):
+        if place < sequence.num_prompt:
             triples.append(tuple(request.positions[:, place].tolist()))
         else:
             triples.append((place + request.position_delta,) * 3)

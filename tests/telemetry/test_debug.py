@@ -6,20 +6,15 @@ import numpy as np
 
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
-from omni_jax.runtime.debug import describe
-from omni_jax.scheduling.plan import Row, StepPlan
+from omni_jax.telemetry.debug import describe
 from tests.engine.test_vision import vision_request
 from tests.engines import greedy, load_tiny, make_engine, request
-
-
-def row_of(sequence: Sequence, start: int, count: int, **fields) -> Row:
-    row = {"feedback": False, "sample": False, "score": False, "admit": False, "first_new_block": 0, "new_blocks": ()}
-    return Row(sequence=sequence, slot=3, start=start, count=count, **(row | fields))
+from tests.plans import HandRow, plan_of
 
 
 def sequence_of(name: str, length: int, **fields) -> Sequence:
     item = Request(id=name, prompt_ids=tuple(range(1000, 1000 + length)), params=SamplingParams(), **fields)
-    return Sequence(request=item, index=0, order=(0, 0), max_output=9, known=list(item.prompt_ids))
+    return Sequence(request=item, index=0, order=(0, 0), max_output=9, known=list(item.prompt_ids), slot=3)
 
 
 def test_description_of_an_example_step():
@@ -33,12 +28,12 @@ def test_description_of_an_example_step():
     other = sequence_of("r8", 3)
     other.known += [7, 8]
     other.blocks = [5]
-    plan = StepPlan(
-        rows=(row_of(one, 120, 32, admit=True), row_of(other, 5, 1, feedback=True, sample=True, dropped=2)),
-        decode=False,
-        size=64,
+    other.dropped, other.slot = 2, 4
+    plan = plan_of(
+        HandRow(sequence=one, start=120, count=32, new_slot=True),
+        HandRow(sequence=other, start=5, count=1, feedback=True, sample=True),
     )
-    assert describe(plan).splitlines() == [
+    assert describe(plan, (one, other)).splitlines() == [
         "step: mixed, 2 rows, 33 tokens in a bucket of 64",
         "r7[0]: tokens 120..151 (prompt 200, output 0); places 0..31; slot 3, new in slot",
         "  input ids  1120 1121 1122 1123 ... 24 more ... 1148 1149 1150 1151",
@@ -46,7 +41,7 @@ def test_description_of_an_example_step():
         "  positions  120..151",
         "  keys       0..120 for token 120, to 0..151 for token 151",
         "  blocks     4 9 (2)",
-        "r8[0]: token 5 (prompt 3, output 2); places 32; slot 3, samples",
+        "r8[0]: token 5 (prompt 3, output 2); places 32; slot 4, samples",
         "  input ids  (on the device)",
         "  segments   1 (output): 5",
         "  positions  5",
@@ -60,7 +55,7 @@ def test_positions_of_an_image_and_the_output_after_it_are_runs():
     positions = np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]], np.int32)
     sequence = sequence_of("r", 6, positions=positions)
     sequence.known += [5]
-    text = describe(StepPlan(rows=(row_of(sequence, 0, 7),), decode=False, size=7))
+    text = describe(plan_of(HandRow(sequence=sequence, start=0, count=7), size=7), (sequence,))
     assert "padding" not in text
     (line,) = re.findall(r"positions  (.*)", text)
     assert line == ("(time, height, width) (0, 0, 0)..(1, 1, 1); (1, 1, 2); (1, 2, 1); (1, 2, 2); (3, 3, 3)..(4, 4, 4)")
@@ -71,26 +66,26 @@ def test_descriptions_match_what_is_packed():
     loaded = load_tiny("qwen2_vl")
     engine = make_engine(loaded)
     runner, packed, described = engine.core.runner, [], []
-    pack, dispatch = runner._pack_body, runner.dispatch
+    pack, dispatch = runner._packer.body, runner.dispatch
 
-    def packing(key, plan):
-        buffer = pack(key, plan)
+    def packing(plan):
+        call = pack(plan)
         width = plan.size if plan.decode else runner.sizes.rows
-        packed.append({k: v.copy() for k, v in runner.sizes.body_layout(plan.size, width).views(buffer).items()})
-        return buffer
+        packed.append({k: v.copy() for k, v in runner.sizes.body_layout(plan.size, width).views(call[2]).items()})
+        return call
 
     def dispatching(plan):
-        described.append(describe(plan))
+        described.append(describe(plan, engine.core.scheduler.sequences_in(plan)))
         return dispatch(plan)
 
-    runner._pack_body, runner.dispatch = packing, dispatching
+    runner._packer.body, runner.dispatch = packing, dispatching
     try:
         for item in (vision_request(loaded, "one_image"), request("t", 90, greedy(max_tokens=5))):
             engine.add(item)
         while engine.has_work:
             engine.step()
     finally:
-        del runner._pack_body, runner.dispatch
+        del runner._packer.body, runner.dispatch
     assert len(described) == len(packed) > 5
     rows = on_device = images = 0
     for text, fields in zip(described, packed, strict=True):
