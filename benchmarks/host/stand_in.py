@@ -8,6 +8,7 @@ not, whatever else runs.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from omni_jax.engine import loading
 from omni_jax.runtime.executables import Key
 from omni_jax.runtime.runner import Runner
 
+STEP_MS = "OMNI_JAX_STAND_IN_STEP_MS"  # tells the processes of a server their milliseconds
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LETTERS = np.asarray([len(SPECIALS) + ord(letter) - ord("!") for letter in "abcdefghijklmnopqrstuvwxyz"], np.int32)
 CHAT_TEMPLATE = (
@@ -106,11 +108,13 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
+if __name__ == "__main__":
+    os.environ[STEP_MS] = sys.argv.pop(1)
+
 if __name__ in ("__main__", "__mp_main__"):  # the latter in processes that this one starts
-    use(float(sys.argv[1]) / 1e3)
+    use(float(os.environ[STEP_MS]) / 1e3)
 
 if __name__ == "__main__":
-    del sys.argv[1]
     from serving.cli.start import start
 
     start()

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from omni_jax.engine.config import EngineConfig, EngineInfo
-from omni_jax.engine.cores import thread_cores
+from omni_jax.engine.core_client import CoreLink, OwnedCore
+from omni_jax.engine.cores import MakeCores, link, thread_cores
 from omni_jax.engine.dispatcher import Core, Dispatcher
-from omni_jax.engine.messages import FromCore
+from omni_jax.engine.messages import ClientGone, FromCore
 from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.inputs.tokenizer import Tokenizer
@@ -46,7 +47,11 @@ class DeltaStream:
 
 
 class AsyncEngine:
-    """Runs an engine core for each replica, each in a thread of its own. Call its methods on one event loop.
+    """Runs an engine core for each replica, in a thread or a process of its own. Call its methods on one event loop.
+
+    Args:
+        progress: Reports loading.
+        make_cores: Makes the cores: thread_cores, or process_cores or attached_cores with their other arguments bound.
 
     Attributes:
         info: the served model and the engine's limits; set by `start`.
@@ -58,15 +63,17 @@ class AsyncEngine:
     tokenizer: Tokenizer
     vision: VisionInputs | None
 
-    def __init__(self, config: EngineConfig, progress: StageReport | None = None):
+    def __init__(
+        self, config: EngineConfig, progress: StageReport | None = None, *, make_cores: MakeCores = thread_cores
+    ):
         self._config = config
-        self._cores = thread_cores(config, progress, self._receive)
+        self._cores = make_cores(config, progress, self._receive)
         self._dispatcher: Dispatcher | None = None
         self._streams: dict[str, DeltaStream] = {}
         self._draining = False
 
     async def start(self) -> None:
-        """Load and compile in the cores' threads. Returns when requests can be submitted.
+        """Load and compile in the cores. Returns when requests can be submitted.
 
         Raises:
             whatever loading raises.
@@ -154,6 +161,16 @@ class AsyncEngine:
         """Statistics of each replica. Thread-safe."""
         return self._running.core_stats()
 
+    def link(self, client: int) -> CoreLink:
+        """What an AsyncEngine in another process needs to attach to the cores, which must be in processes; see
+        attached_cores. `client` is its number, from 1."""
+        return link(self._config, [core for core in self._cores if isinstance(core, OwnedCore)], client)
+
+    def client_gone(self, client: int) -> None:
+        """Abort the requests of a client whose process has ended."""
+        for core in self._cores:
+            core.send(ClientGone(client))
+
     def check_health(self) -> None:
         """Raise EngineError if a core has failed, or a step of it hangs."""
         self._running.check_health()
@@ -173,7 +190,7 @@ class AsyncEngine:
 
     def _receive(self, core: Core, message: FromCore) -> None:
         """Take a message of a core, in any thread."""
-        self._call_soon(lambda: self._running.receive(core, message))
+        self._call_soon(lambda: self._dispatcher and self._dispatcher.receive(core, message))
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:

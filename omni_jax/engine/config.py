@@ -219,6 +219,10 @@ class ParallelSettings(Settings):
         coordinator_address: host:port of process 0, where several processes share the model.
         num_processes: Number of processes that share the model.
         process_id: Number of this process: 0 serves, the others follow it.
+        restart_core: Start another engine core in the place of one that has ended or hangs. Requests that have shown no
+            output yet go on in it; the others end with an error.
+        hang_seconds: Seconds after which a step that does not end counts as hanging. Default: 30, and more where such
+            steps take long: 20 times the longest of its size, and 300 for the first and beside images.
     """
 
     tensor_parallel_size: Count = 1
@@ -228,6 +232,8 @@ class ParallelSettings(Settings):
     coordinator_address: str | None = None
     num_processes: Count = 1
     process_id: Annotated[int, Ge(0)] = 0
+    restart_core: bool = False
+    hang_seconds: Annotated[float, Ge(0)] | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -273,16 +279,10 @@ class EngineConfig(ModelSettings, CacheSettings, SchedulingSettings, EncoderSett
     Attributes:
         model_dir: A model directory in Hugging Face layout, or the id of a repository of the Hugging Face hub.
         forbid_tracing: After warm-up, raise an error where the engine's thread would trace, and so compile, a function.
-        restart_core: Start another engine core in the place of one that has ended or hangs. Requests that have shown no
-            output go on in it. (Cores in processes of their own only.)
-        hang_seconds: Seconds after which an unfinished step makes the engine unhealthy. Default: 30, and more where
-            steps of this kind and size take long; see EngineCore.patience.
     """
 
     model_dir: Path | str
     forbid_tracing: bool = True
-    restart_core: bool = False
-    hang_seconds: float | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omni_jax.engine.config import EngineConfig
@@ -11,6 +11,9 @@ from omni_jax.engine.dispatcher import Core
 from omni_jax.progress import StageReport
 
 MAX_SOCKET_PATH = 80  # bytes of the directory; a Unix socket's path has at most 107
+
+
+MakeCores = Callable[[EngineConfig, StageReport | None, Receive], Sequence[Core]]
 
 
 def thread_cores(config: EngineConfig, progress: StageReport | None, receive: Receive) -> tuple[Core, ...]:
@@ -56,7 +59,7 @@ def process_cores(
     )
 
 
-def link(config: EngineConfig, cores: tuple[OwnedCore, ...], client: int) -> CoreLink:
+def link(config: EngineConfig, cores: Sequence[OwnedCore], client: int) -> CoreLink:
     """What client number `client` needs to attach to running cores."""
     return CoreLink(
         config=config,

@@ -1,6 +1,7 @@
 """`omni-jax serve`."""
 
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -74,6 +75,7 @@ def serve(
         fail(str(error))
     try:
         from omni_jax.engine.async_engine import AsyncEngine
+        from omni_jax.engine.cores import process_cores, thread_cores
         from omni_jax.progress import stage_bars
         from serving.cli.memory_summary import memory_summary
         from serving.http.server import make_app
@@ -83,9 +85,12 @@ def serve(
             model,
         )
         logger.info("memory: %s", memory_summary(engine_settings))
+        make_cores = thread_cores
+        if server.engine_core == "process":
+            make_cores = functools.partial(process_cores, prepare=functools.partial(log_to_stderr, log_level))
         with stage_bars() as progress:
             return run_server(
-                lambda: AsyncEngine(engine_settings, progress),
+                lambda: AsyncEngine(engine_settings, progress, make_cores=make_cores),
                 lambda engine: make_app(
                     engine,
                     settings=server,

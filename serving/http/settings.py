@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -35,6 +35,8 @@ class ServerSettings(Settings):
         body_timeout: Seconds in which the body of a request must arrive.
         keep_alive_timeout: Seconds after which a connection without a request is closed.
         send_timeout: Seconds after which a connection is closed whose client reads nothing of its response.
+        engine_core: Where the engine runs: in a process of its own for each replica, or in a thread of the server, which
+            is slower and for debugging.
         access_log: Log a line for each request.
         disable_log_requests: Accepted for vLLM's command lines. Prompts are never logged.
     """
@@ -48,6 +50,7 @@ class ServerSettings(Settings):
     body_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 120.0
     keep_alive_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 75.0
     send_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 60.0
+    engine_core: Literal["process", "thread"] = "process"
     access_log: bool = True
     disable_log_requests: bool = False
 

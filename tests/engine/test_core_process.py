@@ -1,0 +1,183 @@
+"""Engine cores in processes of their own: the same answers, and what happens when one dies, hangs or cannot start."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.host import stand_in
+from checkpoints.errors import CheckpointError
+from omni_jax.engine import loading
+from omni_jax.engine.async_engine import AsyncEngine
+from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.cores import attached_cores, process_cores
+from omni_jax.engine.engine import Engine
+from omni_jax.requests import EngineError, InvalidRequest, SamplingParams
+from tests.engine.test_async_engine import collect, idle
+from tests.engines import greedy, request, run
+
+SLOW = 0.05  # seconds a step, where a test must catch a request while it runs
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> EngineConfig:
+    directory = stand_in.write_model(tmp_path_factory.mktemp("model"))
+    return EngineConfig(model_dir=directory, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, seed=0)
+
+
+@contextlib.asynccontextmanager
+async def started(config: EngineConfig, *, step_seconds: float = 0.0, clients: int = 1):
+    prepare = partial(stand_in.use, step_seconds)
+    engine = AsyncEngine(config, make_cores=partial(process_cores, clients=clients, prepare=prepare))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def core_pid(engine: AsyncEngine) -> int:
+    return engine._cores[0].pid
+
+
+async def gone(pid: int) -> None:
+    """Wait until a process has ended; a test that waits in vain ends by its timeout."""
+    with contextlib.suppress(ProcessLookupError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            await asyncio.sleep(0.02)
+    with contextlib.suppress(FileNotFoundError):
+        assert Path(f"/proc/{pid}/stat").exists()
+
+
+REQUESTS = (
+    request("n", 20, SamplingParams(n=3, seed=5, max_tokens=9, logprobs=2)),
+    request("scored", 70, greedy(max_tokens=3, prompt_logprobs=1)),
+    request("only scored", 30, greedy(max_tokens=0, prompt_logprobs=0)),
+    request("stop string", 20, greedy(max_tokens=60, stop=("z", "q"), include_stop_str_in_output=True)),
+    request("stop id", 20, greedy(max_tokens=60, stop_token_ids=[int(stand_in.LETTERS[4])])),
+    request("stop string at the last token", 20, greedy(max_tokens=3, stop=("w",))),
+)
+
+
+async def test_a_process_gives_the_same_outputs_as_a_call(config, monkeypatch):
+    monkeypatch.setattr(loading, "Runner", stand_in.StandInRunner)
+    expected = run(Engine(config), *REQUESTS)
+    assert {answer.finish_reason for answer in expected.values()} == {"stop", "length"}
+    async with started(config, clients=2) as engine:
+        link = engine.link(1)
+        other = AsyncEngine(link.config, make_cores=lambda *arguments: attached_cores(link, arguments[-1]))
+        await other.start()
+        for client in (engine, other, engine):
+            answers = await asyncio.gather(*(collect(client.submit(item)) for item in REQUESTS))
+            found = {(r.id, index): a for r, many in zip(REQUESTS, answers, strict=True) for index, a in many.items()}
+            assert found == expected
+        await idle(engine)
+        assert engine.stats().prompt_tokens == 3 * sum(len(item.prompt_ids) for item in REQUESTS)
+        assert (
+            engine.recorder.summary()["requests"]["finished"]
+            == 3 * len(expected)
+            == other.recorder.summary()["requests"]["finished"]
+        )
+        with pytest.raises(InvalidRequest, match="context"):
+            engine.submit(request("long", 600))
+
+        endless = other.submit(request("endless", 20, greedy(max_tokens=None)))
+        await anext(endless)
+        await other.stop()  # as its process would, without a word about its requests
+        engine.client_gone(1)
+        await idle(engine)
+    assert not Path(link.directory).exists()
+
+
+async def test_a_core_that_dies_or_hangs_is_replaced_and_what_has_shown_nothing_goes_on(config):
+    config = EngineConfig(**{**vars(config), "restart_core": True, "hang_seconds": 5.0})
+    async with started(config, step_seconds=SLOW) as engine:
+        for number, name in ((signal.SIGKILL, "was ended by signal 9"), (signal.SIGSTOP, "no progress for")):
+            shown = engine.submit(request("shown", 20, greedy(max_tokens=400)))
+            await anext(shown)
+            pid = core_pid(engine)
+            os.kill(pid, number)
+            waiting = engine.submit(request("waiting", 20, greedy(max_tokens=3)))
+            [answer] = (await collect(shown)).values()
+            assert (answer.finish_reason, answer.error) == (
+                "error",
+                "the engine failed while it computed this request",
+            )
+            with pytest.raises(EngineError, match=name):
+                engine.check_health()
+            held = engine.submit(request("held", 20, greedy(max_tokens=3)))
+            engine.abort("held")
+            assert (await collect(held))[0].finish_reason == "abort"
+            assert (await collect(waiting))[0].finish_reason == "length"
+            engine.check_health()
+            assert core_pid(engine) != pid
+            await gone(pid)
+            await idle(engine)
+
+
+async def test_without_a_restart_every_stream_ends_and_the_engine_is_unhealthy(config):
+    async with started(config, step_seconds=SLOW) as engine:
+        streams = [engine.submit(request(str(i), 20, greedy(max_tokens=400, n=2))) for i in range(9)]
+        await anext(streams[0])
+        os.kill(core_pid(engine), signal.SIGKILL)
+        for stream in streams:
+            assert {answer.finish_reason for answer in (await collect(stream)).values()} == {"error"}
+        for call in (engine.check_health, engine.check_queue):
+            with pytest.raises(EngineError, match="was ended by signal 9"):
+                call()
+        stats = engine.stats()
+        assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+
+
+async def test_a_core_that_cannot_start_says_why(config, tmp_path):
+    engine = AsyncEngine(EngineConfig(model_dir=tmp_path / "nothing here"), make_cores=process_cores)
+    with pytest.raises(CheckpointError, match="nothing here"):
+        await engine.start()
+    await engine.stop()
+    engine = AsyncEngine(config, make_cores=partial(process_cores, prepare=partial(os._exit, 7)))
+    with pytest.raises(EngineError, match="exit code 7 while it was loading"):
+        await engine.start()
+    await engine.stop()
+
+
+OWNER = """
+import asyncio, sys, time
+from functools import partial
+from benchmarks.host import stand_in
+from omni_jax.engine.async_engine import AsyncEngine
+from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.cores import process_cores
+
+async def main():
+    engine = AsyncEngine(
+        EngineConfig(model_dir=sys.argv[1]), make_cores=partial(process_cores, prepare=partial(stand_in.use, 0.0))
+    )
+    await engine.start()
+    print(engine._cores[0].pid, flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_a_core_ends_with_its_owner(config, tmp_path):
+    program = tmp_path / "owner.py"
+    program.write_text(OWNER)
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        [sys.executable, str(program), str(config.model_dir)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as owner:
+        assert owner.stdout is not None
+        pid = int(await asyncio.to_thread(owner.stdout.readline))
+        owner.kill()
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.02)
