@@ -157,7 +157,7 @@ class AttachedCore:
 
     def take(self, pid: int, message: FromCore) -> None:
         """Take a message that process `pid` sent as this core."""
-        if isinstance(message, Ready) and pid != self.pid:
+        if isinstance(message, Ready):
             self.attach(pid)
         if pid not in (self.pid, 0):
             return  # of a process that has been replaced
@@ -177,15 +177,17 @@ class AttachedCore:
     def attach(self, pid: int) -> None:
         """Send to this process from now on."""
         with self._lock:
+            if pid == self.pid:
+                return
             if self._socket is not None:
                 self._socket.close(linger=0)
             self._socket = self._inbox.context.socket(zmq.PUSH)
             self._socket.set_hwm(0)
             self._socket.connect(core_address(self._inbox.directory, self.index))
             self._sent, self._status = 0, Status(waiting=0, received=0, stalled=0.0)
-        self.pid, self._heard = pid, time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            self.sentinel = os.pidfd_open(pid)
+            self.pid, self._heard = pid, time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                self.sentinel = os.pidfd_open(pid)
 
     def ended(self) -> None:
         """The process has ended."""
@@ -330,6 +332,8 @@ class OwnedCore(AttachedCore):
             message = EngineError(f"the engine core ended with exit code {process.exitcode} while it was loading")
         if isinstance(message, Started):
             self.started = message
+            assert process.pid is not None
+            self.attach(process.pid)
             if not self.ready.done():
                 self._finish(message)
         elif not self.ready.done():
