@@ -35,8 +35,8 @@ class ServerSettings(Settings):
         body_timeout: Seconds in which the body of a request must arrive.
         keep_alive_timeout: Seconds after which a connection without a request is closed.
         send_timeout: Seconds after which a connection is closed whose client reads nothing of its response.
-        engine_core: Where the engine runs: in a process of its own for each replica, or in a thread of the server, which
-            is slower and for debugging.
+        engine_core: Where the engine runs: in a process of its own for each replica, or in a thread of the server,
+            which is slower and for debugging.
         access_log: Log a line for each request.
         disable_log_requests: Accepted for vLLM's command lines. Prompts are never logged.
     """
