@@ -22,15 +22,23 @@ from omni_jax.telemetry.recorder import Recorder
 
 
 class DeltaStream:
-    """Deltas of one request until all its continuations have ended. For one reading coroutine."""
+    """Deltas of one request until all its continuations have ended. For one reading coroutine, or for a function."""
 
     def __init__(self, continuations: int):
         self.unfinished = continuations
         self._deltas: collections.deque[Delta] = collections.deque()
         self._arrived = asyncio.Event()
+        self._take: Callable[[Delta], object] = self._keep
 
     def put(self, delta: Delta) -> None:
         self.unfinished -= delta.finish_reason is not None
+        self._take(delta)
+
+    def forward(self, take: Callable[[Delta], object]) -> None:
+        """Call `take` with each delta as it arrives. Nothing is left for a coroutine to read."""
+        self._take = take
+
+    def _keep(self, delta: Delta) -> None:
         self._deltas.append(delta)
         self._arrived.set()
 

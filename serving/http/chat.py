@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel
+from msgspec import Struct
 
 from omni_jax.inputs.prompt import Prompt
 from omni_jax.requests import Delta, TokenLogprob
@@ -62,7 +62,7 @@ def _logprobs(server: Server, call: Call[ChatRequest], logprobs: tuple[TokenLogp
 
 def _chunks(
     server: Server, call: Call[ChatRequest], batches: AsyncIterator[list[PromptDelta]]
-) -> AsyncGenerator[BaseModel, None]:
+) -> AsyncGenerator[list[Struct], None]:
     async def choices(_: int, delta: Delta, first: bool) -> list[ChatChunkChoice]:
         """A choice begins with its role."""
         found = []

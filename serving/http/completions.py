@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel
+from msgspec import Struct
 
 from omni_jax.inputs.prompt import Prompt
 from omni_jax.requests import Delta
@@ -54,7 +54,7 @@ def _response(
 
 def _chunks(
     server: Server, call: Call[CompletionRequest], batches: AsyncIterator[list[PromptDelta]]
-) -> AsyncGenerator[BaseModel, None]:
+) -> AsyncGenerator[list[Struct], None]:
     writer = _ChoiceWriter(server, call)
 
     async def choices(position: int, delta: Delta, first: bool) -> list[CompletionChoice]:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from omni_jax.requests import Delta, Request, Unavailable
 from serving.http.errors import ApiError
@@ -35,45 +35,45 @@ async def stream_deltas(server: Server, requests: Sequence[Request]) -> AsyncIte
         ApiError, Unavailable: from the iterator, if the engine ends a choice with an error or because it stops.
     """
     check_open(server)
-    arrived: asyncio.Queue[PromptDelta | asyncio.Task[None]] = asyncio.Queue()
-    unfinished: set[str] = set()
-    unread: dict[str, Request] = {}  # submitted, and their reader has not begun
-    tasks: list[asyncio.Task[None]] = []
-
-    async def read(position: int, request: Request, stream: AsyncIterator[Delta]) -> None:
-        del unread[request.id]
-        async for delta in _measured(stream, request, server.metrics):
-            arrived.put_nowait((position, delta))
-        unfinished.discard(request.id)
-
+    arrivals = _Arrivals()
+    answers: list[_Answer] = []
     try:
         for position, request in enumerate(requests):
             stream = server.engine.submit(request)
-            unfinished.add(request.id)
-            unread[request.id] = request
-            task = asyncio.create_task(read(position, request, stream))
-            task.add_done_callback(arrived.put_nowait)
-            tasks.append(task)
-        async with contextlib.aclosing(_batches(arrived, len(tasks))) as batches:
+            answers.append(_Answer(position, request, arrivals, server.metrics))
+            stream.forward(answers[-1].add)
+        async with contextlib.aclosing(_batches(arrivals, sum(request.params.n for request in requests))) as batches:
             yield batches
     finally:
-        for request_id in unfinished:
-            server.engine.abort(request_id)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for request in unread.values():
-            server.metrics.choices_ended(["abort"] * request.params.n)
+        for answer in answers:
+            if answer.unfinished:
+                answer.end()
+                server.engine.abort(answer.request.id)
 
 
-async def _batches(arrived: asyncio.Queue, running: int) -> AsyncGenerator[list[PromptDelta], None]:
-    while running:
-        waiting = [await arrived.get()]
-        while not arrived.empty():
-            waiting.append(arrived.get_nowait())
-        finished = [item for item in waiting if isinstance(item, asyncio.Task)]
-        running -= len(finished)
-        deltas = [item for item in waiting if not isinstance(item, asyncio.Task)]
+class _Arrivals:
+    """Deltas of one API request that nobody has read yet."""
+
+    def __init__(self):
+        self._deltas: list[PromptDelta] = []
+        self._some = asyncio.Event()
+
+    def put(self, item: PromptDelta) -> None:
+        self._deltas.append(item)
+        self._some.set()
+
+    async def take(self) -> list[PromptDelta]:
+        """Waits until there are any, and takes all of them."""
+        await self._some.wait()
+        self._some.clear()
+        taken, self._deltas = self._deltas, []
+        return taken
+
+
+async def _batches(arrivals: _Arrivals, unfinished: int) -> AsyncGenerator[list[PromptDelta], None]:
+    while unfinished:
+        deltas = await arrivals.take()
+        unfinished -= sum(delta.finish_reason is not None for _, delta in deltas)
         if good := [item for item in deltas if item[1].finish_reason not in ("error", "abort")]:
             yield merged(good)
         for _, delta in deltas:
@@ -81,12 +81,12 @@ async def _batches(arrived: asyncio.Queue, running: int) -> AsyncGenerator[list[
                 raise ApiError(500, delta.error or "the engine failed")
             if delta.finish_reason == "abort":  # by the engine: after an abort from here, nothing reads the stream
                 raise Unavailable(delta.error or "the server is shutting down; the request was aborted")
-        for task in finished:
-            task.result()
 
 
-def merged(deltas: Iterable[PromptDelta]) -> list[PromptDelta]:
+def merged(deltas: Sequence[PromptDelta]) -> list[PromptDelta]:
     """One delta per choice, in order of each choice's first delta."""
+    if len(deltas) == 1:
+        return list(deltas)
     by_choice: dict[tuple[int, int], list[Delta]] = {}
     for position, delta in deltas:
         by_choice.setdefault((position, delta.index), []).append(delta)
@@ -110,42 +110,58 @@ def _merged_choice(deltas: list[Delta]) -> Delta:
     )
 
 
-async def _measured(stream: AsyncIterator[Delta], request: Request, metrics: Metrics) -> AsyncIterator[Delta]:
-    """The same stream; records its latencies and token counts in the metrics, and logs a line at its end."""
-    first_token: float | None = None
-    latest: dict[int, float] = {}  # choice -> time of its latest token
-    generated = cached = 0
-    reasons = dict.fromkeys(range(request.params.n), "abort")
-    try:
-        async for delta in stream:
-            if delta.index == 0:
-                cached = delta.cached_tokens
-            if delta.token_ids:
-                now = time.monotonic()
-                generated += len(delta.token_ids)
-                if delta.index in latest:
-                    metrics.next_tokens(now - latest[delta.index], len(delta.token_ids))
-                else:
-                    metrics.first_token(now - request.arrival)
-                    first_token = now - request.arrival if first_token is None else first_token
-                latest[delta.index] = now
-            if delta.finish_reason:
-                reasons[delta.index] = delta.finish_reason
-            yield delta
-    except Exception:
-        reasons = {index: "error" if reason == "abort" else reason for index, reason in reasons.items()}
-        raise
-    finally:
-        seconds = time.monotonic() - request.arrival
-        _log_end(request, cached, generated, first_token, seconds, sorted(set(reasons.values())))
+class _Answer:
+    """The answer to an engine request as it arrives, for the metrics, the log and the reader of the API request.
+
+    Attributes:
+        request: the engine request.
+        unfinished: number of choices that have not ended.
+    """
+
+    def __init__(self, position: int, request: Request, arrivals: _Arrivals, metrics: Metrics):
+        self.request, self.unfinished = request, request.params.n
+        self._position, self._arrivals, self._metrics = position, arrivals, metrics
+        self._first_token: float | None = None
+        self._latest: dict[int, float] = {}  # choice -> time of its latest token
+        self._generated = self._cached = 0
+        self._reasons = ["abort"] * request.params.n
+
+    def add(self, delta: Delta) -> None:
+        """Takes what the engine added. Ignores what comes after the end."""
+        if not self.unfinished:
+            return
+        index = delta.index
+        if index == 0:
+            self._cached = delta.cached_tokens
+        if delta.token_ids:
+            now = time.monotonic()
+            self._generated += len(delta.token_ids)
+            if index in self._latest:
+                self._metrics.next_tokens(now - self._latest[index], len(delta.token_ids))
+            else:
+                self._metrics.first_token(now - self.request.arrival)
+                self._first_token = now - self.request.arrival if self._first_token is None else self._first_token
+            self._latest[index] = now
+        self._arrivals.put((self._position, delta))
+        if delta.finish_reason is not None:
+            self._reasons[index] = delta.finish_reason
+            self.unfinished -= 1
+            if not self.unfinished:
+                self.end()
+
+    def end(self) -> None:
+        """Choices that have not ended yet end as aborted."""
+        self.unfinished = 0
+        seconds, reasons = time.monotonic() - self.request.arrival, set(self._reasons)
+        _log_end(self.request, self._cached, self._generated, self._first_token, seconds, sorted(reasons))
         # Both here, so that they agree: the engine may end a request while its client leaves.
-        metrics.choices_ended(reasons.values())
-        if not {"error", "abort"} & set(reasons.values()):
-            metrics.request_finished(
+        self._metrics.choices_ended(self._reasons)
+        if not {"error", "abort"} & reasons:
+            self._metrics.request_finished(
                 seconds=seconds,
-                prompt_tokens=len(request.prompt_ids),
-                generated_tokens=generated,
-                params=request.params,
+                prompt_tokens=len(self.request.prompt_ids),
+                generated_tokens=self._generated,
+                params=self.request.params,
             )
 
 

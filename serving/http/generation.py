@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, Generic, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel
+from msgspec import Struct
 
 from omni_jax.inputs.prompt import Prompt
 from omni_jax.memory.prefix import prompt_digests
@@ -65,14 +65,14 @@ class Endpoint(Generic[R]):
         id_prefix: start of response ids.
         make_prompts: (server, API request, JSON body) -> prompts, one engine request each.
         make_response: (server, call, one delta per choice, usage) -> whole response. Runs in a thread.
-        make_chunks: (server, call, batches) -> chunks of a stream; see `stream_chunks`.
+        make_chunks: (server, call, batches) -> batches of chunks of a stream; see `stream_chunks`.
     """
 
     request_type: type[R]
     id_prefix: str
     make_prompts: Callable[[Server, R, Mapping[str, Any]], Awaitable[Sequence[Prompt]]]
-    make_response: Callable[[Server, Call[R], Sequence[PromptDelta], Usage], BaseModel]
-    make_chunks: Callable[[Server, Call[R], AsyncIterator[list[PromptDelta]]], AsyncGenerator[BaseModel, None]]
+    make_response: Callable[[Server, Call[R], Sequence[PromptDelta], Usage], Struct]
+    make_chunks: Callable[[Server, Call[R], AsyncIterator[list[PromptDelta]]], AsyncGenerator[list[Struct], None]]
 
 
 async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamResponse:
@@ -163,10 +163,10 @@ def _whole_response(
 async def stream_chunks(
     call: Call[Any],
     batches: AsyncIterator[list[PromptDelta]],
-    make_choices: Callable[[int, Delta, bool], Awaitable[Sequence[BaseModel]]],
-    make_chunk: Callable[..., BaseModel],
-) -> AsyncGenerator[BaseModel, None]:
-    """Chunks of a stream: one per visible addition to a choice; then one with the usage, if requested.
+    make_choices: Callable[[int, Delta, bool], Awaitable[Sequence[Struct]]],
+    make_chunk: Callable[..., Struct],
+) -> AsyncGenerator[list[Struct], None]:
+    """Chunks of a stream, batch by batch: one per visible addition to a choice; then one with the usage, if requested.
 
     Args:
         make_choices: (prompt's position, delta, whether it is the first of its choice) -> what the client sees of the
@@ -176,15 +176,18 @@ async def stream_chunks(
     opened: set[tuple[int, int]] = set()
     counter = UsageCounter(call.prompt_tokens)
     async for batch in batches:
+        chunks = []
         for position, delta in batch:
             counter.add(delta)
             first = (position, delta.index) not in opened
             opened.add((position, delta.index))
             for choice in await make_choices(position, delta, first):
                 usage = {"usage": counter.usage} if call.request.usage_in_every_chunk else {}
-                yield make_chunk(choices=[choice], **usage)
+                chunks.append(make_chunk(choices=[choice], **usage))
+        if chunks:
+            yield chunks
     if call.request.include_usage:
-        yield make_chunk(choices=[], usage=counter.usage)
+        yield [make_chunk(choices=[], usage=counter.usage)]
 
 
 class UsageCounter:

@@ -1,15 +1,15 @@
-"""Models of the API responses. Only fields that were set are serialized, because absent and null differ."""
+"""The API responses. A field that is UNSET is not serialized, because absent and null differ."""
 
 from typing import Any
 
-from pydantic import BaseModel
+from msgspec import UNSET, Struct, UnsetType
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(Struct, kw_only=True):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(Struct, kw_only=True):
     """Token counts. As in OpenAI, prompt_tokens_details is always present; without a prefix cache it is 0."""
 
     prompt_tokens: int
@@ -18,7 +18,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class ResponseHead(BaseModel):
+class ResponseHead(Struct, kw_only=True):
     """Fields with which a response and each chunk of a stream begin."""
 
     id: str
@@ -27,21 +27,21 @@ class ResponseHead(BaseModel):
     model: str
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(Struct, kw_only=True):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatLogprob(TopLogprob):
+class ChatLogprob(TopLogprob, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Struct, kw_only=True):
     content: list[ChatLogprob]
 
 
-class PromptLogprob(BaseModel):
+class PromptLogprob(Struct, kw_only=True):
     logprob: float
     decoded_token: str
 
@@ -49,12 +49,12 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Struct, kw_only=True):
     role: str
     content: str
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Struct, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -62,56 +62,56 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None
 
 
-class ChatCompletion(ResponseHead):
+class ChatCompletion(ResponseHead, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
-class ChatDelta(BaseModel):
-    role: str | None = None
-    content: str | None = None
+class ChatDelta(Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
-class ChatChunk(ResponseHead):
+class ChatChunk(ResponseHead, kw_only=True):
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType = UNSET
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(Struct, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(Struct, kw_only=True):
     """A whole choice, or an addition to it in a stream."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
-    stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
-class CompletionResponse(ResponseHead):
+class CompletionResponse(ResponseHead, kw_only=True):
     """A whole response, or a chunk of a stream."""
 
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType = UNSET
 
 
-class ModelCard(BaseModel):
+class ModelCard(Struct, kw_only=True):
     id: str
     object: str
     created: int
@@ -122,21 +122,21 @@ class ModelCard(BaseModel):
     permission: list[Any]
 
 
-class ModelList(BaseModel):
+class ModelList(Struct, kw_only=True):
     object: str
     data: list[ModelCard]
 
 
-class Tokenized(BaseModel):
+class Tokenized(Struct, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(BaseModel):
+class Detokenized(Struct, kw_only=True):
     prompt: str
 
 
-class Version(BaseModel):
+class Version(Struct, kw_only=True):
     version: str

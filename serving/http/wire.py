@@ -6,10 +6,10 @@ import logging
 import re
 import uuid
 import zlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
+import msgspec
 from aiohttp import web
-from pydantic import BaseModel
 
 from omni_jax.requests import InvalidRequest
 from serving.http.errors import REQUEST_ID, ApiError, to_api_error
@@ -17,6 +17,7 @@ from serving.http.state import SERVER
 
 logger = logging.getLogger(__name__)
 
+_JSON = msgspec.json.Encoder()
 _HEADER_SAFE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -90,13 +91,15 @@ def name_request(request: web.Request, chosen: str | None = None) -> None:
         request[REQUEST_ID] = of_client[0] if of_client else new_id()
 
 
-def json_response(model: BaseModel) -> web.Response:
+def json_response(response: msgspec.Struct) -> web.Response:
     """A JSON response. May run in a thread, because a large one takes long to serialize."""
-    return web.Response(text=model.model_dump_json(exclude_unset=True), content_type="application/json")
+    return web.Response(body=_JSON.encode(response), content_type="application/json", charset="utf-8")
 
 
-async def serve_events(request: web.Request, events: AsyncGenerator[BaseModel, None]) -> web.StreamResponse:
-    """Sends each event as `data: {json}`, then `data: [DONE]`.
+async def serve_events(
+    request: web.Request, batches: AsyncGenerator[Sequence[msgspec.Struct], None]
+) -> web.StreamResponse:
+    """Sends each event as `data: {json}`, those of a batch together, then `data: [DONE]`.
 
     An error after the headers becomes a last `data: {"error": ...}` event without [DONE], which would mean that the
     response is complete. A slow client delays only its own stream.
@@ -109,16 +112,16 @@ async def serve_events(request: web.Request, events: AsyncGenerator[BaseModel, N
         }
     )
     await response.prepare(request)
+    last = b"data: [DONE]\n\n"
     try:
-        async with contextlib.aclosing(events):
-            async for event in events:
-                await response.write(b"data: %b\n\n" % event.model_dump_json(exclude_unset=True).encode())
-        await response.write(b"data: [DONE]\n\n")
+        async with contextlib.aclosing(batches):
+            async for events in batches:
+                await response.write(b"".join([b"data: %b\n\n" % _JSON.encode(event) for event in events]))
     except ConnectionResetError:
         logger.debug("request %s: the client disconnected", request[REQUEST_ID])
         return response
     except Exception as error:  # noqa: BLE001 - the request boundary after the headers: logged and sent to the client
-        with contextlib.suppress(ConnectionResetError):
-            await response.write(b"data: %b\n\n" % to_api_error(error, request[REQUEST_ID]).body().encode())
-    await response.write_eof()
+        last = b"data: %b\n\n" % to_api_error(error, request[REQUEST_ID]).body().encode()
+    with contextlib.suppress(ConnectionResetError):
+        await response.write_eof(last)
     return response

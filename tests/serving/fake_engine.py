@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from omni_jax.engine.async_engine import DeltaStream
 from omni_jax.engine.stats import EngineStats
 from omni_jax.inputs.image import VisionSettings
 from omni_jax.inputs.prompt import VisionInputs
@@ -117,7 +118,7 @@ class FakeEngine:
         gate: event that held choices wait for.
         hold_after: number of tokens after which each choice waits for `gate`.
         fail_after: number of tokens after which a choice ends with an error.
-        raise_after: number of tokens after which the stream raises, as a bug would.
+        break_after: number of tokens after which a text cannot be sent, because of a bug.
         logprob: logprob of every generated token.
         queue: maximum number of concurrent requests.
         segment_policy: segment policy of requests that set none.
@@ -137,7 +138,7 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.hold_after: int | None = None
         self.fail_after: int | None = None
-        self.raise_after: int | None = None
+        self.break_after: int | None = None
         self.logprob = -0.25
         self.queue = 64
         self.segment_policy: Any = "request"
@@ -200,7 +201,8 @@ class FakeEngine:
         self._stats.prompt_tokens += len(request.prompt_ids)
         stream = _Stream(request.params.n)
         self._live[request.id] = stream
-        stream.tasks = [asyncio.create_task(self._generate(request, i, stream)) for i in range(request.params.n)]
+        choices = range(request.params.n)
+        stream.tasks = tuple(asyncio.create_task(self._generate(request, index, stream)) for index in choices)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -230,8 +232,9 @@ class FakeEngine:
             await asyncio.sleep(0)
             if position == self.hold_after:
                 await self.gate.wait()
-            if position == self.raise_after:
-                stream.put(RuntimeError("secret at /models/fake"))
+            if position == self.break_after:
+                broken = Delta(request_id=request.id, index=index, text=_Broken(), token_ids=(token,))
+                self._finish(stream, broken, "stop")
                 return
             if position == self.fail_after:
                 failed = Delta(request_id=request.id, index=index, error="injected fault")
@@ -262,7 +265,7 @@ class FakeEngine:
     def _finish(self, stream: "_Stream", delta: Delta, reason: Any) -> None:
         self._stats.requests_finished[reason] += 1
         stream.put(dataclasses.replace(delta, finish_reason=reason))
-        if stream.open == 0:
+        if not stream.unfinished:
             self._live.pop(delta.request_id, None)
 
     def _logprobs(self, held: list[tuple[int, int, int]], k: int | None) -> tuple[TokenLogprob, ...]:
@@ -286,28 +289,14 @@ class FakeEngine:
         return tuple(entries)
 
 
-class _Stream:
-    """Async iterator over the deltas of all choices of one request."""
+class _Stream(DeltaStream):
+    """The deltas of one request, and the tasks that make them, one for each choice."""
 
-    def __init__(self, choices: int):
-        self.open = choices
-        self.tasks: list[asyncio.Task] = []
-        self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+    tasks: tuple[asyncio.Task, ...] = ()
 
-    def put(self, item: Delta | Exception) -> None:
-        self._queue.put_nowait(item)
-        if isinstance(item, Exception) or item.finish_reason:
-            self.open -= 1
-            if self.open == 0:
-                self._queue.put_nowait(None)
 
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
+class _Broken:
+    """No text, because of a bug."""
 
-    async def __anext__(self) -> Delta:
-        item = await self._queue.get()
-        if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, Exception):
-            raise item
-        return item
+    def __bool__(self) -> bool:
+        raise RuntimeError("secret at /models/fake")

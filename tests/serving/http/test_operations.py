@@ -149,7 +149,7 @@ async def test_a_client_that_leaves_after_the_last_token_is_counted_alike_everyw
         reason: samples[f'vllm:request_success_total{{finished_reason="{reason}",model_name="fake"}}']
         for reason in ("stop", "length", "abort", "error")
     }
-    assert ended["abort"] > 1
+    assert ended["abort"] > 0
     assert ended["length"] > 1
     assert sum(ended.values()) == len(engine.requests)
     assert ended["length"] == samples['vllm:e2e_request_latency_seconds_count{model_name="fake"}']

@@ -58,7 +58,7 @@ async def test_str_07_an_error_ends_the_stream_with_one_error_event(client, engi
 
 
 async def test_str_07_details_of_a_bug_are_logged_and_not_sent(client, engine, caplog):
-    engine.raise_after = 2
+    engine.break_after = 2
     for path, body in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "a"})):
         last = json.loads((await client.events(path, body))[-1])["error"]
         assert last["message"].startswith("internal error (request ")
@@ -67,7 +67,7 @@ async def test_str_07_details_of_a_bug_are_logged_and_not_sent(client, engine, c
         assert "secret" not in json.dumps([last, answer])
     assert "secret" in caplog.text
     assert last["message"].split("request ")[1].rstrip(")") in caplog.text
-    engine.raise_after = None
+    engine.break_after = None
     assert (await client.chat())[0] == 200
 
 
