@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5  # at most this long after a Status comes the next
 _POLL_SECONDS = 0.02  # between looks at a status that may have changed
+_SWITCH_SECONDS = 1e-3  # at most, before the thread that steps gets the interpreter from the one that receives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,7 @@ def run_core(launch: Launch, pipe: Connection) -> None:
         launch.prepare()
     threading.Thread(target=_end_with, args=(pipe,), name="parent", daemon=True).start()
     _choose_devices(launch)
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
     def report(*progress: Any) -> None:
         with contextlib.suppress(OSError):
