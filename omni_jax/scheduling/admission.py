@@ -60,6 +60,7 @@ class Admission:
         if left <= 0 or not slots:
             return []
         found: list[Sequence] = []
+        loading = 0  # sequences whose swapped blocks are being loaded; they keep their room, so no more are loaded
         # Blocks for each running sequence to grow, or a new one would soon be preempted, and blocks that those found
         # here will take when they are admitted.
         kept = blocks.num_reserved_for(queues.running)
@@ -81,15 +82,19 @@ class Admission:
                 owner = coming[ahead]
                 queues.park(sequence, owner, blocks.last_shared(sequence, owner, len(sequence.blocks) + len(hits)))
                 continue
-            own, alone = blocks.num_reserved(sequence), not queues.running and not found
+            own, alone = blocks.num_reserved(sequence), not (queues.running or found or loading)
             extra = own + kept if blocks.compression is not None else 0 if alone else kept
             need = blocks.missing(sequence, hits)
             while alone and need + extra > pool.num_free and self._preemption.reclaim_shared(other_than=sequence):
                 need = blocks.missing(sequence, hits)
             if need + extra > pool.num_free:
                 break
+            if sequence.swapped is not None and slots <= len(found) + loading:
+                continue
             if not blocks.can_restore(sequence):
-                continue  # its blocks are being loaded, now that there is room for them
+                loading += 1
+                kept += need + own
+                continue
             if hits:
                 need -= sum(pool.references(block) == 0 for block in hits)
                 self._take_hits(sequence, hits)

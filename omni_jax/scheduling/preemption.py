@@ -126,6 +126,7 @@ class Preemption:
         least = max((s.admitted_class for s in holders), default=-math.inf)
         ahead = None  # running sequences by descending rank
         slots, free = len(queues.free_slots), self._unreserved()
+        loading = 0  # blocks that sequences will take when their swapped ones are loaded
         for sequence in queues.next_in_line(LOOKS, now, held):
             if sequence.priority >= least or sequence.pending or not can_start(self._features, sequence):
                 continue
@@ -136,16 +137,19 @@ class Preemption:
             if left < 0 or (left == 0 and (slots or prefilling)):
                 break  # it could not run in this step
             hits = blocks.match(sequence)
-            if blocks.next_digest(sequence, len(hits)) in coming or not blocks.can_restore(sequence):
+            if blocks.next_digest(sequence, len(hits)) in coming:
                 continue
             need = blocks.missing(sequence, hits)
             if blocks.compression is not None:
                 need += blocks.num_reserved(sequence)
             if slots < 1 or need > free:
                 less = [s for s in holders if s.admitted_class > sequence.priority and (s.slot is not None or s.blocks)]
-                obtainable = free + sum(len(s.blocks) for s in less)
+                obtainable = free + sum(len(s.blocks) for s in less) - loading
                 if obtainable < need or (slots < 1 and all(s.slot is None for s in less)):
                     least = min(least, sequence.priority)  # others of its class would find no more
+                    continue
+                if not blocks.can_restore(sequence):
+                    loading += need
                     continue
                 less.sort(key=lambda s: rank(s, now))
                 self._take_from(less, sequence, slot=slots < 1, blocks=need - free)

@@ -250,6 +250,31 @@ def half(step: int, total: int) -> float:
     return 0.5
 
 
+@pytest.mark.parametrize("discipline", [None, SLOFirst(aging_seconds=1000)])
+def test_no_more_swapped_blocks_are_loaded_than_there_is_room_for(discipline):
+    """Six sequences of 4 blocks are out, and 10 blocks are free: two are loaded, the others stay out."""
+    run = loop(blocks=24, swap=3, prefix_caching=False, discipline=discipline)
+    run.swap._faults, asked = False, []
+    for _ in range(6):
+        run.add(10, max_tokens=12, ignore_eos=True)
+    while not all(sequence.num_output for sequence in run.sequences):
+        run.step()
+    for sequence in list(run.scheduler.running):
+        run.preempt(sequence)
+    while run.in_flight:
+        run._commit(*run.in_flight.popleft())
+    assert len(run.swap.parcels) == 6
+    run.swap.is_ready = lambda parcel: asked.append(parcel) or False
+    taken = run.pool.allocate(run.pool.num_free - 10)
+    for _ in range(4):
+        run.scheduler.plan(float(run.pool.step))
+    assert len(set(asked)) == 2
+    del run.swap.is_ready
+    run.pool.free(taken)
+    run.run()
+    run.check_endings()
+
+
 def test_kvc_01_compression_frees_blocks_and_keeps_positions():
     run = loop(ratio=half, prefix_caching=False)
     (sequence,) = run.add(40, max_tokens=20)
