@@ -279,12 +279,18 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue
-            uncomputed = sequence.uncomputed
+            # This loop is hot: it computes what properties of Sequence would.
+            params, computed, length = (
+                sequence.request.params,
+                sequence.computed,
+                len(sequence.known) + sequence.pending,
+            )
+            uncomputed = length - computed
             if not uncomputed or (sequence.request.media and not self._computable(sequence)):
                 continue  # all tokens are computed, or the next image is not encoded yet
-            if uncomputed > 1 or sequence.wants_prompt_logprobs:
+            if uncomputed > 1 or (params.prompt_logprobs is not None and sequence.wants_prompt_logprobs):
                 prefilling.append(sequence)
-            elif sequence.computed >= sequence.num_prompt and sequence.remaining <= 0:
+            elif computed >= sequence.num_prompt and length >= sequence.num_prompt + sequence.max_output:
                 continue  # (a): its last token is in flight
             elif compressing:
                 held, preempted = len(sequence.blocks), preemption.count
@@ -295,7 +301,7 @@ class Scheduler:
                     reserved = blocks.num_reserved_for(self.running)
                 elif compressed or len(sequence.blocks) != held:
                     reserved += blocks.num_reserved(sequence) - each[sequence]
-            elif sequence.rows < len(sequence.blocks) * size or preemption.grow(sequence, now):
+            elif computed - sequence.dropped < len(sequence.blocks) * size or preemption.grow(sequence, now):
                 decoding.append(sequence)
         if preemption.count != before:
             decoding, prefilling = ([s for s in some if s.slot is not None] for some in (decoding, prefilling))
