@@ -21,7 +21,7 @@ from omni_jax.engine import loading
 from omni_jax.runtime.executables import Key
 from omni_jax.runtime.runner import Runner
 
-STEP_MS = "OMNI_JAX_STAND_IN_STEP_MS"  # tells the processes of a server their milliseconds
+STEP_MS = "STAND_IN_STEP_MS"  # tells the processes of a server their milliseconds
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LETTERS = np.asarray([len(SPECIALS) + ord(letter) - ord("!") for letter in "abcdefghijklmnopqrstuvwxyz"], np.int32)
 CHAT_TEMPLATE = (
