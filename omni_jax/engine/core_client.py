@@ -57,7 +57,7 @@ SILENCE_SECONDS = 20 * BEAT_SECONDS  # without a word after which a core counts 
 ANSWER_SECONDS = 2.0  # to wait for a core's statistics; older ones are taken then
 JOIN_SECONDS = 10.0  # for a core's process to end by itself
 MAX_RESTARTS = 3  # in a row, with no output between them
-_POLL_SECONDS = 0.1
+_POLL_MS = 100  # between looks at the cores, while they say nothing
 
 Receive = Callable[[Core, FromCore], object]
 
@@ -169,8 +169,8 @@ class AttachedCore:
                 self._stats, self._records = stats, records
                 if (asked := self._asked.pop(number, None)) is not None:
                     asked.set_result(message)
-            case Failed(reason=reason, final=final):
-                self._lost(reason, final=final and not self._config.restart_core)
+            case Failed(reason=reason):
+                self._lost(reason, final=not pid or not self._config.restart_core)
             case _:
                 self._receive(self, message)
 
@@ -356,7 +356,7 @@ class OwnedCore(AttachedCore):
 
     def _tell_others(self, reason: str) -> None:
         """Tell the other clients that no core comes back."""
-        outbox = Outbox(self._inbox.context, dataclasses.replace(self._launch))
+        outbox = Outbox(self._inbox.context, self._launch, pid=0)
         for client in range(1, self._launch.clients):
             outbox.send(client, Failed(reason))
         outbox.close()
@@ -426,7 +426,7 @@ class Inbox:
             sentinels = {core.sentinel: core for core in cores if core.sentinel is not None}
             for sentinel in sentinels:
                 poller.register(sentinel, zmq.POLLIN)
-            ready = dict(poller.poll(_POLL_SECONDS * 1000))
+            ready = dict(poller.poll(_POLL_MS))
             if self._socket in ready:
                 self._read(decoder)
             for sentinel, core in sentinels.items():

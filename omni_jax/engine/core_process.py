@@ -79,10 +79,10 @@ def envelope(index: int, pid: int) -> bytes:
 
 
 class Outbox:
-    """Sends a core's messages to its clients, from one thread."""
+    """Sends a core's messages to its clients, from one thread. `pid` is 0 for what its owner says of it."""
 
-    def __init__(self, context: zmq.Context, launch: Launch):
-        self._envelope = envelope(launch.index, os.getpid())
+    def __init__(self, context: zmq.Context, launch: Launch, pid: int):
+        self._envelope = envelope(launch.index, pid)
         self._encoder = Encoder()
         self._sockets = []
         for client in range(launch.clients):
@@ -128,7 +128,7 @@ def run_core(launch: Launch, pipe: Connection) -> None:
         pipe.send(_sendable(error))
         return
     context = zmq.Context()
-    outbox = Outbox(context, launch)
+    outbox = Outbox(context, launch, os.getpid())
     loop = CoreLoop(core, outbox.send, launch.clients)
     inbox = context.socket(zmq.PULL)
     inbox.set_hwm(0)
@@ -144,7 +144,7 @@ def run_core(launch: Launch, pipe: Connection) -> None:
 
 def _receive(context: zmq.Context, inbox: zmq.Socket, loop: "CoreLoop", launch: Launch) -> None:
     """Pass messages on, answer questions about the state, and send the state when it changes."""
-    outbox, decoder = Outbox(context, launch), Decoder(ToCore)
+    outbox, decoder = Outbox(context, launch, os.getpid()), Decoder(ToCore)
     clients = range(launch.clients)
     for client in clients:
         outbox.send(client, Ready())

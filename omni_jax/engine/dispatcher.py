@@ -141,7 +141,12 @@ class Dispatcher:
         output = MAX_EXPECTED_OUTPUT if asked is None else min(asked, MAX_EXPECTED_OUTPUT)
         load, n = len(request.prompt_ids) + request.params.n * output, request.params.n
         live = self._live[request.id] = _Live(request=request, load=load, unfinished=n)
-        self._place(live)
+        try:
+            self._place(live)
+        except BaseException:  # a fault of ours; nothing is left of the request
+            del self._live[request.id]
+            self._outputs.drop(request.id)
+            raise
 
     def _place(self, live: _Live) -> None:
         """Give a request to a core, if one takes requests; otherwise it waits for one."""
@@ -150,9 +155,9 @@ class Dispatcher:
         if not cores:
             return
         core = cores[self._router.route(request, [self._loads[core.index] for core in cores])]
+        core.send(Add(request))
         live.core, live.tries = core, live.tries + 1
         self._loads[core.index] += live.load
-        core.send(Add(request))
 
     def abort(self, request_id: str) -> None:
         """Abort a request within two steps. Ignores unknown and ended ids."""

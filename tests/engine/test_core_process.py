@@ -17,6 +17,7 @@ from omni_jax.engine import loading
 from omni_jax.engine.async_engine import AsyncEngine
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.cores import attached_cores, process_cores
+from omni_jax.engine.dispatcher import LOST
 from omni_jax.engine.engine import Engine
 from omni_jax.requests import EngineError, InvalidRequest, SamplingParams
 from tests.engine.test_async_engine import collect, idle
@@ -102,10 +103,7 @@ async def test_a_core_that_dies_or_hangs_is_replaced_and_what_has_shown_nothing_
             os.kill(pid, number)
             waiting = engine.submit(request("waiting", 20, greedy(max_tokens=3)))
             [answer] = (await collect(shown)).values()
-            assert (answer.finish_reason, answer.error) == (
-                "error",
-                "the engine failed while it computed this request",
-            )
+            assert (answer.finish_reason, answer.error) == ("error", LOST)
             with pytest.raises(EngineError, match=name):
                 engine.check_health()
             held = engine.submit(request("held", 20, greedy(max_tokens=3)))
@@ -140,6 +138,35 @@ async def test_a_core_that_cannot_start_says_why(config, tmp_path):
     engine = AsyncEngine(config, make_cores=partial(process_cores, prepare=partial(os._exit, 7)))
     with pytest.raises(EngineError, match="exit code 7 while it was loading"):
         await engine.start()
+    await engine.stop()
+
+
+def start_once(marker: str) -> None:
+    """Let a core start, and others in its place end while they load."""
+    if Path(marker).exists():
+        os._exit(7)
+    Path(marker).touch()
+    stand_in.use(SLOW)
+
+
+async def test_all_clients_hear_that_no_core_comes_back(config, tmp_path):
+    config = EngineConfig(**{**vars(config), "restart_core": True})
+    prepare = partial(start_once, str(tmp_path / "started"))
+    engine = AsyncEngine(config, make_cores=partial(process_cores, clients=2, prepare=prepare))
+    await engine.start()
+    link = engine.link(1)
+    other = AsyncEngine(config, make_cores=lambda *arguments: attached_cores(link, arguments[-1]))
+    await other.start()
+    clients = {"a": engine, "b": other}
+    streams = [client.submit(request(name, 20, greedy(max_tokens=400))) for name, client in clients.items()]
+    os.kill(core_pid(engine), signal.SIGKILL)
+    for client, stream in zip(clients.values(), streams, strict=True):
+        assert (await collect(stream))[0].error == LOST
+        with pytest.raises(EngineError, match="exit code 7"):
+            client.check_health()
+        with pytest.raises(EngineError, match="exit code 7"):
+            client.submit(request("c", 20))
+    await other.stop()
     await engine.stop()
 
 
