@@ -3,13 +3,13 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import SamplingParams, TokenLogprob
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """Output that became visible with a token.
 
     Attributes:
@@ -74,7 +74,12 @@ class Detokenizer:
         if self._ended:
             raise ValueError(f"token {token_id} was pushed after the end of the text")
         self._tokens += 1
-        self._held += self._stream.push(token_id)
+        text = self._stream.push(token_id)
+        if logprob is None and not self._stop:  # nothing is held back
+            self._passed += len(text)
+            self._shown += len(text)
+            return Piece(text=text)
+        self._held += text
         if logprob is not None:
             first, last = self._stream.span
             entry = dataclasses.replace(
@@ -104,7 +109,7 @@ class Detokenizer:
         if logprob is None:
             return piece
         entry = dataclasses.replace(logprob, text_offset=self._shown, hidden=True)
-        return dataclasses.replace(piece, logprobs=(*piece.logprobs, entry))
+        return piece._replace(logprobs=(*piece.logprobs, entry))
 
     def _marked(self, parts: Sequence[str | int]) -> str:
         """A stop string with its special tokens as marks: halves of surrogate pairs, which decoded text never has."""

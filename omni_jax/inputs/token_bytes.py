@@ -153,6 +153,10 @@ class TextStream:
             self._incomplete = False
 
     def _decode(self, data: bytes, *, final: bool = False) -> str:
+        if data.isascii() and not self._incomplete:  # nearly all tokens: whole characters, a byte each
+            self.span = (self._length, self._length + len(data))
+            self._length += len(data)
+            return data.decode()
         # If this token does not continue the incomplete character, its text starts after that character's U+FFFD.
         interrupts = self._incomplete and bool(data) and not 0x80 <= data[0] < 0xC0
         first = self._length + interrupts

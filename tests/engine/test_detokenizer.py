@@ -1,7 +1,5 @@
 """Incremental detokenisation agrees with decode and str.find on the whole text."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,7 +61,7 @@ def run(tokenizer, ids, *, logprobs=True, **params):
         entry = TokenLogprob(token_id=token, logprob=-float(step)) if logprobs else None
         pieces.append(detokenizer.push(token, entry))
         if pieces[-1].stopped:
-            assert detokenizer.finish() == dataclasses.replace(pieces[-1], text="", logprobs=(), stopped=None)
+            assert detokenizer.finish() == pieces[-1]._replace(text="", logprobs=(), stopped=None)
             return pieces
     return [*pieces, detokenizer.finish()]
 
