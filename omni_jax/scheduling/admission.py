@@ -5,7 +5,7 @@ from omni_jax.scheduling.blocks import Blocks
 from omni_jax.scheduling.discipline import Discipline
 from omni_jax.scheduling.features import Features, can_start, computable
 from omni_jax.scheduling.preemption import Preemption
-from omni_jax.scheduling.queues import LOOKS, Queues
+from omni_jax.scheduling.queues import MAX_CANDIDATES, Queues
 
 
 class Admission:
@@ -28,21 +28,28 @@ class Admission:
             for sequence in self._features.acquire():
                 self._queues.file(sequence)
 
-    def coming(self, prefilling: list[Sequence], before: float) -> dict[bytes, Sequence]:
-        """The next block that each running sequence is about to compute, by digest, unless that sequence got no tokens
-        since `before`, the time of the last plan. Sequences that can wait for none of them return to the line."""
-        coming = {}
+    def computing(self, prefilling: list[Sequence], before: float) -> dict[bytes, Sequence]:
+        """The running sequences by the digest of the block that each computes next, unless it got no tokens since
+        `before`, the time of the last plan. Sequences that can wait for none of them return to the line."""
+        computing = {}
         for sequence in prefilling:
             digest = self._blocks.next_digest(sequence) if sequence.served_at >= before else None
             if digest is not None and not self._blocks.is_cached(digest):
-                coming[digest] = sequence
+                computing[digest] = sequence
         queues = self._queues
-        if queues.free_slots or self._discipline.by_deadline:
-            for sequence in queues.parked.wake(set(coming.values()), LOOKS + len(queues.free_slots)):
+        if queues.free_slots or (queues.parked and queues.parked.most_urgent < self._preemption.least_urgent()):
+            for sequence in queues.parked.wake(set(computing.values()), MAX_CANDIDATES + len(queues.free_slots)):
                 queues.file(sequence)
-        return coming
+        return computing
 
-    def admissible(self, left: int, coming: dict[bytes, Sequence], held: frozenset[str], now: float) -> list[Sequence]:
+    def admissible(
+        self,
+        left: int,
+        prefilling: list[Sequence],
+        computing: dict[bytes, Sequence],
+        held: frozenset[str],
+        now: float,
+    ) -> list[Sequence]:
         """Waiting sequences that can start now, in order, until the budget is used. They hold their cache hits from now
         on, and nothing else yet.
 
@@ -51,41 +58,43 @@ class Admission:
 
         Args:
             left: Remaining token budget.
-            coming: See `coming`. A sequence waits if another one, or one found earlier, computes its next block.
+            prefilling: Running sequences with tokens to prefill. Those that rank before a candidate come first.
+            computing: See `computing`. A sequence waits if another one, or one found earlier, computes its next block.
             held: Ids of requests that must wait.
             now: The time.
         """
         queues, blocks, pool = self._queues, self._blocks, self._blocks.pool
-        slots = len(queues.free_slots)
+        slots, rank = len(queues.free_slots), self._discipline.rank
         if left <= 0 or not slots:
             return []
+        ahead = sorted(((rank(s, now), s) for s in prefilling), reverse=True)
         found: list[Sequence] = []
         loading = 0  # sequences whose swapped blocks are being loaded; they keep their room, so no more are loaded
         # Blocks for each running sequence to grow, or a new one would soon be preempted, and blocks that those found
         # here will take when they are admitted.
         kept = blocks.num_reserved_for(queues.running)
-        for sequence in queues.next_in_line(slots + LOOKS, now, held):
+        for sequence in queues.next_in_line(slots + MAX_CANDIDATES, now, held):
+            while ahead and ahead[-1][0] < rank(sequence, now):
+                left -= self._of_same_rank(ahead.pop()[1])
             if left <= 0 or slots <= len(found):
                 break
-            if sequence.pending:  # (d)
-                if self._discipline.by_deadline:
-                    continue
-                break  # no later sequence may overtake it
+            if sequence.pending:
+                continue  # (d)
             if not can_start(self._features, sequence):
                 queues.file(sequence)
                 continue
             if not computable(self._features, sequence):
                 continue  # all tokens are computed, and its last one is in flight
             hits = blocks.match(sequence)
-            ahead = blocks.next_digest(sequence, len(hits))
-            if ahead in coming:
-                owner = coming[ahead]
+            digest = blocks.next_digest(sequence, len(hits))
+            if digest in computing:
+                owner = computing[digest]
                 queues.park(sequence, owner, blocks.last_shared(sequence, owner, len(sequence.blocks) + len(hits)))
                 continue
             own, alone = blocks.num_reserved(sequence), not (queues.running or found or loading)
             extra = own + kept if blocks.compression is not None else 0 if alone else kept
             need = blocks.missing(sequence, hits)
-            while alone and need + extra > pool.num_free and self._preemption.reclaim_shared(other_than=sequence):
+            while alone and need + extra > pool.num_free and self._preemption.reclaim_from_waiting(other_than=sequence):
                 need = blocks.missing(sequence, hits)
             if need + extra > pool.num_free:
                 break
@@ -102,11 +111,16 @@ class Admission:
                     self.acquire_features()
                     continue
             found.append(sequence)
-            if ahead is not None:
-                coming[ahead] = sequence
+            if digest is not None:
+                computing[digest] = sequence
             kept += need + own
             left -= computable(self._features, sequence)
         return found
+
+    def _of_same_rank(self, sequence: Sequence) -> int:
+        """Number of computable tokens of a running sequence that have its present rank."""
+        stop, tokens = self._discipline.next_rank_at(sequence, sequence.computed), computable(self._features, sequence)
+        return tokens if stop is None else min(tokens, stop - sequence.computed)
 
     def _take_hits(self, sequence: Sequence, hits: list[int]) -> None:
         self._blocks.take_hits(sequence, hits)
@@ -125,8 +139,7 @@ class Admission:
         if sequence.swapped is not None:
             kept = sequence.swapped.first
             if not blocks.restore(sequence):
-                self._preemption.truncate(sequence, kept)  # recomputing may take more blocks than it has now
-                self._preemption.enqueue(sequence)
+                self._preemption.requeue(sequence, kept)  # recomputing may take more blocks than it has now
                 return False
         self._queues.admit(sequence)
         if self._features is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from omni_jax.cost.model import CostModel, StepShape, causal_pairs
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.buckets import Buckets
-from omni_jax.scheduling.discipline import Rank, deadline
+from omni_jax.scheduling.discipline import Discipline
 
 Shares = list[tuple[Sequence, int]]
 Computable = Callable[[Sequence], int]  # number of tokens of a sequence that can be computed now
@@ -73,45 +73,35 @@ def pace(decoding: list[Sequence], *, seconds: float, buckets: Buckets, cost: Co
     return Pace(cost=cost, seconds=seconds, buckets=buckets, rows=len(decoding), context=context)
 
 
-def by_arrival(
-    candidates: list[Sequence], left: int, *, computable: Computable, admit: Admit, in_chunks: bool
-) -> Shares:
-    """Give each candidate in turn all the tokens it can use, until none are left or the next one gets no slot."""
-    shares = []
-    for sequence in candidates:
-        if left <= 0 or (not in_chunks and computable(sequence) > left):
-            break
-        if sequence.slot is None and not admit(sequence):
-            break
-        shares.append((sequence, min(computable(sequence), left)))
-        left -= shares[-1][1]
-    return shares
-
-
-def by_deadline(
+def divide(
     candidates: list[Sequence],
     left: int,
     *,
     computable: Computable,
     admit: Admit,
-    rank: Callable[[Sequence], Rank],
+    discipline: Discipline,
+    now: float,
     pace: Pace | None,
+    in_chunks: bool = True,
 ) -> Shares:
-    """Give tokens to the most urgent segment up to its end, then to the next most urgent one, as long as the step keeps
-    the pace of the decoding sequences."""
+    """Give tokens to the candidate that ranks first, as far as its tokens have that rank, then to the next one, as long
+    as the step keeps the pace of the decoding sequences. If not `in_chunks`, a candidate gets all its tokens or none,
+    and none behind it gets any."""
     shares: dict[Sequence, int] = {}
     added = _Added()
-    heap = [(rank(sequence), i) for i, sequence in enumerate(candidates)]
+    heap = [(discipline.rank(sequence, now), i) for i, sequence in enumerate(candidates)]
     heapq.heapify(heap)
     while left > 0 and heap:
-        ranked, i = heapq.heappop(heap)
+        _, i = heapq.heappop(heap)
         sequence = candidates[i]
+        share = shares.get(sequence, 0)
+        if not in_chunks and computable(sequence) - share > left:
+            break
         if sequence.slot is None and not admit(sequence):
             continue
-        share = shares.get(sequence, 0)
-        segment = sequence.segment_at(sequence.computed + share)
-        whole = computable(sequence) - share
-        count = min(left, whole if segment is None else min(whole, segment.stop - sequence.computed - share))
+        start, whole = sequence.computed + share, computable(sequence) - share
+        stop = discipline.next_rank_at(sequence, start)
+        count = min(left, whole if stop is None else min(whole, stop - start))
         if pace is not None and (most := added.most(count, sequence.rows + share, new=not share, pace=pace)) < count:
             count = left = most  # the step is full
             if not count:
@@ -119,12 +109,8 @@ def by_deadline(
         shares[sequence] = share + count
         added = added.with_tokens(count, sequence.rows + share, new=not share)
         left -= count
-        following = sequence.segment_at(sequence.computed + share + count)
-        if count < whole and following is not None and segment is not None:
-            aged = ranked[0] - segment.priority
-            heapq.heappush(heap, ((aged + following.priority, following.deadline, sequence.order), i))
-        elif count < whole:
-            heapq.heappush(heap, (ranked, i))  # output to recompute follows the prompt
+        if left > 0 and count < whole:
+            heapq.heappush(heap, (discipline.rank(sequence, now, start + count), i))
     return list(shares.items())
 
 
@@ -163,7 +149,7 @@ class _Added:
 
 
 def slice_fits(
-    decoding: Iterable[Sequence], awaiting: Iterable[Sequence], *, until: float, rank: Callable[[Sequence], Rank]
+    decoding: Iterable[Sequence], awaiting: Iterable[Sequence], *, until: float, discipline: Discipline, now: float
 ) -> bool:
     """Whether a slice of the vision tower may keep the device busy until `until`.
 
@@ -171,8 +157,8 @@ def slice_fits(
     be late. A sequence that decodes faster than its objective soon has the lead that a slice takes, and a sequence that
     waits rises by aging, so no image is delayed for ever.
     """
-    late = [sequence for sequence in decoding if deadline(sequence) < until]
+    late = [sequence for sequence in decoding if discipline.due(sequence) < until]
     if not late:
         return True
-    first = min(map(rank, late))
-    return any(rank(sequence) < first for sequence in awaiting)
+    first = min(discipline.rank(sequence, now) for sequence in late)
+    return any(discipline.rank(sequence, now) < first for sequence in awaiting)

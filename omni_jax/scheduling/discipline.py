@@ -1,5 +1,8 @@
-"""Disciplines: the order of service, and the maximum duration of a step. First come, first served; or by class and
-deadline. Pure functions of the time passed in."""
+"""Disciplines: the order of service, and the maximum duration of a step. Pure functions of the time passed in.
+
+The scheduler knows one order of service, by rank: class, deadline, arrival. First come, first served is the discipline
+whose ranks differ in the arrival only.
+"""
 
 import dataclasses
 import math
@@ -15,9 +18,11 @@ TICKS = 64  # parts of aging_seconds in which waiting times are counted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstCome:
-    """Order of arrival, regardless of class and deadline."""
+    """Order of arrival: all sequences are of one class, and none has a deadline."""
 
-    by_deadline = False
+    def priority(self, sequence: Sequence) -> int:
+        """The class of a sequence, without aging; smaller is more urgent."""
+        return 0
 
     def cohort(self, sequence: Sequence) -> int:
         """The cohort of a sequence, see SLOFirst. Here there is one."""
@@ -28,12 +33,16 @@ class FirstCome:
         return 0
 
     def due(self, sequence: Sequence) -> float:
-        """What orders the sequences of a class, before their arrival."""
-        return 0.0
+        """The deadline of a sequence, which orders those of a class."""
+        return math.inf
 
-    def rank(self, sequence: Sequence, now: float) -> Rank:
-        """The rank of a sequence; smaller is served first."""
-        return (0, 0.0, sequence.order)
+    def rank(self, sequence: Sequence, now: float, at: int | None = None) -> Rank:
+        """The rank of a sequence, or of its token `at`; smaller is served first."""
+        return (0, math.inf, sequence.order)
+
+    def next_rank_at(self, sequence: Sequence, at: int) -> int | None:
+        """The first token after token `at` of a sequence that has another rank; None if there is none."""
+        return None
 
     def step_seconds(self, decoding: Iterable[Sequence], now: float) -> float:
         """Maximum duration of the next step in seconds."""
@@ -59,11 +68,14 @@ class SLOFirst:
     """
 
     aging_seconds: float = 10.0
-    by_deadline = True
 
     def __post_init__(self):
         if not 0 < self.aging_seconds < math.inf:
             raise ValueError(f"aging_seconds must be a positive number of seconds, got {self.aging_seconds}")
+
+    def priority(self, sequence: Sequence) -> int:
+        """The class of a sequence, without aging; smaller is more urgent."""
+        return sequence.priority
 
     def cohort(self, sequence: Sequence) -> int:
         """The cohort of a sequence. It does not change while the sequence waits."""
@@ -74,12 +86,20 @@ class SLOFirst:
         return -((self._tick(now) - cohort) // TICKS)
 
     def due(self, sequence: Sequence) -> float:
-        """What orders the sequences of a class, before their arrival."""
+        """The deadline of a sequence, which orders those of a class."""
         return deadline(sequence)
 
-    def rank(self, sequence: Sequence, now: float) -> Rank:
-        """The rank of a sequence; smaller is served first."""
-        return (self.level(self.cohort(sequence), now), deadline(sequence), sequence.order)
+    def rank(self, sequence: Sequence, now: float, at: int | None = None) -> Rank:
+        """The rank of a sequence, or of its prompt token `at`; smaller is served first."""
+        if at is None or (segment := sequence.segment_at(at)) is None:
+            return (self.level(self.cohort(sequence), now), deadline(sequence), sequence.order)
+        cohort = TICKS * segment.priority + self._tick(sequence.served_at)
+        return (self.level(cohort, now), segment.deadline, sequence.order)
+
+    def next_rank_at(self, sequence: Sequence, at: int) -> int | None:
+        """The first token after token `at` of a sequence that has another rank; None if there is none."""
+        segment = sequence.segment_at(at)  # output to recompute has the rank of the last segment
+        return None if segment is None or segment.stop >= sequence.num_prompt else segment.stop
 
     def _tick(self, seconds: float) -> int:
         return math.floor(seconds * TICKS / self.aging_seconds)

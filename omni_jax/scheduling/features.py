@@ -16,7 +16,7 @@ import numpy as np
 from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.requests import MediaSpan, Sequence
 from omni_jax.scheduling.discipline import Discipline, FirstCome
-from omni_jax.scheduling.queues import LOOKS, Line
+from omni_jax.scheduling.queues import MAX_CANDIDATES, Line
 
 
 class Features:
@@ -105,7 +105,7 @@ class Features:
         for sequence in sorted(self._running, key=self._waiting.key):
             if not self._take(sequence, changed):
                 return changed
-        for _ in range(LOOKS):
+        for _ in range(MAX_CANDIDATES):
             first = self._waiting.first()
             if first is None or not self._take(first, changed):
                 break
@@ -163,7 +163,9 @@ class Features:
     def awaiting(self, running: Iterable[Sequence], now: float) -> Iterator[Sequence]:
         """Sequences whose next image is being encoded, or waits for that, with the first of them in order of service
         (among the first few that share an image)."""
-        askers = (s for some in self._askers.values() for s, _ in itertools.islice(some, LOOKS) if s.slot is None)
+        askers = (
+            s for some in self._askers.values() for s, _ in itertools.islice(some, MAX_CANDIDATES) if s.slot is None
+        )
         wanting = itertools.islice(self._waiting.in_order(now), 1)
         return (s for s in itertools.chain(running, askers, wanting) if not self.can_start(s))
 
@@ -189,7 +191,7 @@ class Features:
         waiting = []
         for key, askers in self._askers.items():
             if self.cache.is_waiting(key):
-                some = itertools.islice((one for one in askers if one[0].request.id not in held), LOOKS)
+                some = itertools.islice((one for one in askers if one[0].request.id not in held), MAX_CANDIDATES)
                 waiting += sorted((rank(s), index, s.request.media[index]) for s, index in some)[:1]
         batch: list[MediaSpan] = []
         patches = 0

@@ -1,14 +1,18 @@
-"""Who loses a slot or blocks, and to whom: a decoding sequence without a free block, a more urgent class."""
+"""Who loses a slot or blocks, and to whom: a decoding sequence without a free block, a more urgent class.
+
+Three functions change what a sequence holds: `preempt` takes a slot or blocks for another sequence, `requeue` lets a
+sequence wait, and `release` frees all that it holds.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.blocks import Blocks
 from omni_jax.scheduling.discipline import Discipline
 from omni_jax.scheduling.events import Cause, Event
 from omni_jax.scheduling.features import Features, can_start, computable
-from omni_jax.scheduling.queues import LOOKS, Queues
+from omni_jax.scheduling.queues import MAX_CANDIDATES, Queues
 
 
 class Preemption:
@@ -37,24 +41,46 @@ class Preemption:
 
     # -- what a sequence holds ----------------------------------------------------------------------------------------
 
-    def truncate(self, sequence: Sequence, keep: int) -> None:
-        """Free a sequence's blocks after the first `keep`, and drop its features."""
+    def preempt(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence, *, wanted: int) -> bool:
+        """Take the slot of a sequence, if it has one, and its blocks after the first `keep`, for another sequence that
+        wants `wanted` blocks. They are swapped out if that is cheaper than recomputing.
+
+        Returns:
+            False, without a change, if a compressed sequence cannot be swapped out.
+        """
+        held, ran = len(sequence.blocks), sequence.slot is not None
+        swapped = self._blocks.preempt(sequence, keep, max(wanted, 0))
+        if swapped is None:
+            return False
+        lost = held - len(sequence.blocks)
+        self._record(Event(kind="preempt", sequence=sequence, cause=cause, by=by.name, blocks=lost, swapped=swapped))
+        self.count += ran
+        self.requeue(sequence, len(sequence.blocks))
+        return True
+
+    def requeue(self, sequence: Sequence, keep: int) -> None:
+        """Let a sequence wait, for the first time or again, with its first `keep` blocks and without features."""
+        self._queues.remove(sequence)
         self._blocks.truncate(sequence, keep)
         if self._features is not None and sequence.request.media:
             self._features.release(sequence)
-
-    def enqueue(self, sequence: Sequence) -> None:
-        """Let a sequence wait, for the first time or again. It holds no features."""
-        self._queues.remove(sequence)
-        if self._features is not None:
             self._features.track(sequence)
         self._queues.add(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Free all that a sequence holds, and remove it from the queues."""
+        self._blocks.drop_swapped(sequence)
+        self._queues.remove(sequence)
+        self._blocks.truncate(sequence, 0)
+        if self._features is not None and sequence.request.media:
+            self._features.release(sequence)
 
     # -- for a decoding sequence --------------------------------------------------------------------------------------
 
     def grow(self, sequence: Sequence, now: float) -> bool:
-        """Allocate the block for one more token, preempting the last in the order of service if none is free. Returns
-        False if the sequence was preempted itself, or nothing could be."""
+        """Allocate the block for one more token. If none is free, the sequence that is served last loses its slot and
+        as many blocks as are missing, or all of them to the host. Returns False if that is the sequence itself, or
+        nothing could be taken."""
         missing = self._pool.blocks_for(sequence.rows + 1) - len(sequence.blocks)
         if missing <= 0:
             return True
@@ -63,21 +89,21 @@ class Preemption:
             if taken is not None:
                 sequence.blocks += taken
                 return True
-            if self.reclaim_shared(other_than=sequence):
+            if self.reclaim_from_waiting(other_than=sequence):
                 continue
             candidates = [s for s in self._queues.running if self._blocks.is_preemptible(s)]
             candidates.sort(key=lambda s: self._discipline.rank(s, now))
             preempted = None
             while candidates and preempted is None:
-                victim, keep = candidates.pop(), 0
-                if self._discipline.by_deadline and victim is not sequence:
-                    keep = max(len(victim.blocks) - missing, 0)
+                victim = candidates.pop()
+                whole = victim is sequence or self._blocks.swap is not None  # a sequence has one parcel at a time
+                keep = 0 if whole else max(len(victim.blocks) - missing, 0)
                 if self.preempt(victim, keep, "blocks", sequence, wanted=missing - self._pool.num_free):
                     preempted = victim
             if preempted is None or preempted is sequence:
                 return False
 
-    def reclaim_shared(self, other_than: Sequence) -> bool:
+    def reclaim_from_waiting(self, other_than: Sequence) -> bool:
         """Free blocks that only waiting sequences hold, those of the last to arrive first. Returns whether there were
         any."""
         # Shared blocks are prompt prefixes, at the same place in each sequence. A sequence that shares its last block
@@ -95,14 +121,22 @@ class Preemption:
             if block not in kept[at]:
                 found = [s for s in holders if not s.dropped]
         for sequence in reversed(found):
-            self.truncate(sequence, 0)
-            self.enqueue(sequence)
+            self.requeue(sequence, 0)
         return bool(found)
 
     # -- for a more urgent class --------------------------------------------------------------------------------------
 
-    def make_room_for_urgent(
-        self, left: int, prefilling: list[Sequence], coming: dict[bytes, Sequence], held: frozenset[str], now: float
+    def least_urgent(self) -> float:
+        """The least urgent class of which a sequence runs, as of its admission."""
+        return max((s.admitted_class for s in self._queues.running), default=-math.inf)
+
+    def preempt_for_urgent(
+        self,
+        left: int,
+        prefilling: list[Sequence],
+        computing: Collection[bytes],
+        held: frozenset[str],
+        now: float,
     ) -> bool:
         """Take slots and blocks from sequences of less urgent classes for waiting ones that can then run.
 
@@ -113,22 +147,27 @@ class Preemption:
         Args:
             left: Remaining token budget.
             prefilling: Running sequences with tokens to prefill. Those that rank before a taker use the budget first.
-            coming: See Admission.coming. A sequence that waits for one of these blocks takes nothing.
+            computing: See Admission.computing. A sequence that waits for one of these blocks takes nothing.
             held: Ids of requests that must wait.
             now: The time.
 
         Returns:
             Whether a running sequence lost its slot.
         """
-        queues, blocks, rank, before = self._queues, self._blocks, self._discipline.rank, self.count
-        owners = (*queues.running, *(s for some in queues.holders.values() for s in some))
-        holders = [s for s in owners if s.admitted_class < math.inf and blocks.is_preemptible(s)]
-        least = max((s.admitted_class for s in holders), default=-math.inf)
+        queues, blocks, before = self._queues, self._blocks, self.count
+        rank, priority = self._discipline.rank, self._discipline.priority
+        first = queues.next_in_line(1, now, held)
+        owners = (*queues.running, *queues.preempted)
+        least = max((s.admitted_class for s in owners), default=-math.inf)
+        if not first or rank(first[0], now)[0] >= least:
+            return False  # without aging, no class is more urgent than the first one's with aging
+        victims = [s for s in owners if blocks.is_preemptible(s)]
+        least = max((s.admitted_class for s in victims), default=-math.inf)
         ahead = None  # running sequences by descending rank
         slots, free = len(queues.free_slots), self._unreserved()
         loading = 0  # blocks that sequences will take when their swapped ones are loaded
-        for sequence in queues.next_in_line(LOOKS, now, held):
-            if sequence.priority >= least or sequence.pending or not can_start(self._features, sequence):
+        for sequence in queues.next_in_line(MAX_CANDIDATES, now, held):
+            if priority(sequence) >= least or sequence.pending or not can_start(self._features, sequence):
                 continue
             if ahead is None:
                 ahead = sorted(((rank(s, now), s) for s in prefilling), reverse=True)
@@ -137,22 +176,24 @@ class Preemption:
             if left < 0 or (left == 0 and (slots or prefilling)):
                 break  # it could not run in this step
             hits = blocks.match(sequence)
-            if blocks.next_digest(sequence, len(hits)) in coming:
+            if blocks.next_digest(sequence, len(hits)) in computing:
                 continue
             need = blocks.missing(sequence, hits)
             if blocks.compression is not None:
                 need += blocks.num_reserved(sequence)
             if slots < 1 or need > free:
-                less = [s for s in holders if s.admitted_class > sequence.priority and (s.slot is not None or s.blocks)]
+                less = [
+                    s for s in victims if s.admitted_class > priority(sequence) and (s.slot is not None or s.blocks)
+                ]
                 obtainable = free + sum(len(s.blocks) for s in less) - loading
                 if obtainable < need or (slots < 1 and all(s.slot is None for s in less)):
-                    least = min(least, sequence.priority)  # others of its class would find no more
+                    least = min(least, priority(sequence))  # others of its class would find no more
                     continue
                 if not blocks.can_restore(sequence):
                     loading += need
                     continue
                 less.sort(key=lambda s: rank(s, now))
-                self._take_from(less, sequence, slot=slots < 1, blocks=need - free)
+                self._preempt_last(less, sequence, slot=slots < 1, blocks=need - free)
                 slots, free = len(queues.free_slots), self._unreserved()
             slots, free, left = slots - 1, free - need - 1, left - computable(self._features, sequence)
         return self.count != before
@@ -161,37 +202,15 @@ class Preemption:
         """Number of free blocks beyond those reserved for running sequences to grow."""
         return self._pool.num_free - self._blocks.num_reserved_for(self._queues.running)
 
-    def _take_from(self, less: list[Sequence], taker: Sequence, *, slot: bool, blocks: int) -> None:
+    def _preempt_last(self, victims: list[Sequence], taker: Sequence, *, slot: bool, blocks: int) -> None:
         """Take a slot, if `slot`, and `blocks` blocks from sequences in order of service, the last one first."""
-        while (slot or blocks > 0) and less:
-            victim = less.pop()
-            keep = len(victim.blocks) - min(len(victim.blocks), max(blocks, 0))
+        for victim in reversed(victims):
+            if not slot and blocks <= 0:
+                return
+            keep, runs = len(victim.blocks) - min(len(victim.blocks), max(blocks, 0)), victim.slot is not None
+            if not runs and keep == len(victim.blocks):
+                continue
             before = self._pool.num_free
-            if victim.slot is not None:
-                slot = not self.preempt(victim, keep, "class", taker, wanted=blocks) and slot
-            elif keep < len(victim.blocks):
-                self._preempt_blocks(victim, keep, "class", taker, wanted=blocks)
-                self.enqueue(victim)
+            if self.preempt(victim, keep, "class", taker, wanted=blocks) and runs:
+                slot = False
             blocks -= self._pool.num_free - before
-
-    def _preempt_blocks(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence, *, wanted: int) -> bool:
-        """Free or swap out a sequence's blocks after the first `keep` for another that wants `wanted` of them. Returns
-        False if none were: a compressed sequence that cannot be swapped out keeps its blocks."""
-        held = len(sequence.blocks)
-        swapped = self._blocks.preempt(sequence, keep, max(wanted, 0))
-        if swapped is None:
-            return False
-        if self._features is not None:
-            self._features.release(sequence)
-        lost = held - len(sequence.blocks)
-        self._record(Event(kind="preempt", sequence=sequence, cause=cause, by=by.name, blocks=lost, swapped=swapped))
-        return True
-
-    def preempt(self, sequence: Sequence, keep: int, cause: Cause, by: Sequence, *, wanted: int) -> bool:
-        """Requeue a running sequence, with its first `keep` blocks, for another sequence. Returns False if it keeps its
-        slot, see _preempt_blocks."""
-        if not self._preempt_blocks(sequence, keep, cause, by, wanted=wanted):
-            return False
-        self.count += 1
-        self.enqueue(sequence)
-        return True

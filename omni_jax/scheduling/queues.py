@@ -10,6 +10,7 @@ import bisect
 import collections
 import heapq
 import itertools
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -18,7 +19,7 @@ from sortedcontainers import SortedDict, SortedKeyList, SortedList
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.discipline import Discipline
 
-LOOKS = 64  # waiting sequences that a step looks at, more than it has free slots
+MAX_CANDIDATES = 64  # waiting sequences that a step looks at, more than it has free slots
 
 _order = operator.attrgetter("order")
 _Key = tuple[int, float, tuple[int, int]]  # cohort, due, order of arrival
@@ -85,18 +86,27 @@ class Line:
 
 
 class Parked:
-    """Waiting sequences whose next block is being computed by another sequence, its owner."""
+    """Waiting sequences whose next block is being computed by another sequence, its owner.
+
+    Attributes:
+        most_urgent: A class that none of them is more urgent than.
+    """
 
     def __init__(self) -> None:
+        self.most_urgent = math.inf
         # By owner and the last block that they share with it; each group in the order of parking.
         self._by_owner: dict[Sequence, SortedDict] = {}
         self._places: dict[Sequence, tuple[Sequence, int]] = {}
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._places
 
-    def add(self, sequence: Sequence, owner: Sequence, last: int) -> None:
+    def add(self, sequence: Sequence, owner: Sequence, last: int, priority: float) -> None:
         """Park a sequence until the owner has registered its block number `last`, the last one that they share."""
+        self.most_urgent = min(self.most_urgent, priority) if self._places else priority
         self.discard(sequence)
         self._places[sequence] = owner, last
         self._by_owner.setdefault(owner, SortedDict()).setdefault(last, {})[sequence] = None
@@ -143,16 +153,19 @@ class Queues:
         parked: Waiting sequences whose next block is being computed.
         returning: Waiting sequences that will be filed anew, since their image is encoded; the keys of a dict.
         holders: Waiting sequences that hold blocks, by the last of these.
+        preempted: Those of them that had a slot before.
         free_slots: Slots that no sequence has.
     """
 
     def __init__(self, max_num_seqs: int, discipline: Discipline, can_start: Callable[[Sequence], bool]):
         self.waiting: dict[Sequence, None] = {}
         self.running: list[Sequence] = []
+        self._discipline = discipline
         self.line = Line(discipline)
         self.parked = Parked()
         self.returning: collections.OrderedDict[Sequence, None] = collections.OrderedDict()
         self.holders: dict[int, SortedKeyList] = {}
+        self.preempted: dict[Sequence, None] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._can_start = can_start
         self._last_blocks: dict[Sequence, int] = {}
@@ -175,15 +188,17 @@ class Queues:
             if last is not None:
                 self._last_blocks[sequence] = last
                 self.holders.setdefault(last, SortedKeyList(key=_order)).add(sequence)
+                if sequence.scheduled_at is not None:
+                    self.preempted[sequence] = None
 
     def park(self, sequence: Sequence, owner: Sequence, last: int) -> None:
         """Take a sequence out of the line, see Parked."""
         self.line.discard(sequence)
-        self.parked.add(sequence, owner, last)
+        self.parked.add(sequence, owner, last, self._discipline.priority(sequence))
 
     def file_returning(self) -> None:
         """File some of the sequences whose images are encoded."""
-        for _ in range(min(len(self.returning), LOOKS + len(self.free_slots))):
+        for _ in range(min(len(self.returning), MAX_CANDIDATES + len(self.free_slots))):
             self.file(self.returning.popitem(last=False)[0])
 
     def next_in_line(self, count: int, now: float, held: Collection[str]) -> list[Sequence]:
@@ -220,6 +235,7 @@ class Queues:
 
     def _forget_holder(self, sequence: Sequence) -> None:
         last = self._last_blocks.pop(sequence, None)
+        self.preempted.pop(sequence, None)
         if last is not None:
             queue = self.holders[last]
             queue.remove(sequence)

@@ -14,14 +14,15 @@ rules make that safe:
 Images are encoded between steps. A sequence whose next image is not encoded yet is skipped, both when it waits and when
 it runs, so no sequence waits for another's image.
 
-The discipline (discipline.py) decides the order of service. By deadline, the budget goes to the most urgent segment up
-to its end, then to the next. Decoding sequences always run, and the budget is small enough to keep them within their
-objective. A sequence that gets no tokens is paused: it keeps its slot and blocks. For a sequence of a more urgent
-class, a slot is taken from the least urgent sequence, which keeps its blocks; if blocks run out, its last ones are
-taken too.
+The discipline (discipline.py) ranks the sequences. The budget goes to the sequence that ranks first, as far as its
+tokens have that rank, then to the next. Decoding sequences always run, and the budget is small enough to keep them
+within their objective. A sequence that gets no tokens is paused: it keeps its slot and blocks. For a sequence of a more
+urgent class, a slot is taken from the least urgent sequence, which keeps its blocks; if blocks run out, its last ones
+are taken too.
 """
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from omni_jax.requests.outputs import FinishReason
 from omni_jax.scheduling import budget
 from omni_jax.scheduling.admission import Admission
 from omni_jax.scheduling.blocks import Blocks
-from omni_jax.scheduling.discipline import Discipline, FirstCome, Rank
+from omni_jax.scheduling.discipline import Discipline, FirstCome
 from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.features import Features, can_start, computable
 from omni_jax.scheduling.limits import SchedulerConfig, ending, output_room
@@ -40,6 +41,7 @@ from omni_jax.scheduling.plan import StepPlan
 from omni_jax.scheduling.plan_builder import PlanBuilder
 from omni_jax.scheduling.preemption import Preemption
 from omni_jax.scheduling.queues import Queues
+from omni_jax.scheduling.running import schedule_running
 
 
 class Accepted(NamedTuple):
@@ -96,7 +98,7 @@ class Scheduler:
         self.cost = cost
         self._planned_at = 0.0
         self._decoding: list[Sequence] = []  # in the latest plan
-        self._step_seconds = 0.0  # predicted duration of the latest plan
+        self._latest: StepPlan | None = None  # the latest plan
         if features is not None:
             features.order_by(self.discipline)
         self._computable = functools.partial(computable, features)
@@ -161,11 +163,10 @@ class Scheduler:
         try:
             if request.media and (hits := self.blocks.match(sequences[0])):
                 self.blocks.take_hits(sequences[0], hits)  # images with cached keys and values are not encoded
-            self._preemption.enqueue(sequences[0])
+            self._preemption.requeue(sequences[0], len(sequences[0].blocks))
         except BaseException:  # a fault of ours must not leave a sequence that never ends
             del self._live[request.id]
-            self._queues.remove(sequences[0])
-            self._preemption.truncate(sequences[0], 0)
+            self._preemption.release(sequences[0])
             raise
         return sequences
 
@@ -178,9 +179,7 @@ class Scheduler:
         if reason == "error":
             self.clear_prefix_cache()  # logits that are not numbers may come from cached blocks
         self.blocks.register(sequence, sequence.computed)
-        self.blocks.drop_swapped(sequence)
-        self._queues.remove(sequence)
-        self._preemption.truncate(sequence, 0)
+        self._preemption.release(sequence)
         siblings = self._live[sequence.request.id]
         if all(sibling.finish_reason is not None for sibling in siblings):
             del self._live[sequence.request.id]
@@ -201,8 +200,7 @@ class Scheduler:
             self.blocks.drop_swapped(sequence)  # its last rows may be those that the step did not write
             sequence.pending = 0
             if sequence not in unqueued:
-                self._preemption.truncate(sequence, 0)
-                self._preemption.enqueue(sequence)
+                self._preemption.requeue(sequence, 0)
         self.clear_prefix_cache()
         if self.features is not None:
             self.features.cache.clear()
@@ -218,23 +216,21 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed. All planned tokens count as computed from now on."""
-        by_deadline = self.discipline.by_deadline
         before, self._planned_at = self._planned_at, now
         self.pool.now = now
         self._admission.acquire_features()
         self._queues.file_returning()
-        decoding, prefilling = self._split_running(now)
+        decoding, prefilling = schedule_running(self._queues, self.blocks, self._preemption, self._computable, now)
         pace, limit = self._limit(decoding, now)
-        coming = self._admission.coming(prefilling, before)
-        if by_deadline and self._preemption.make_room_for_urgent(limit, prefilling, coming, self.held, now):
+        computing = self._admission.computing(prefilling, before)
+        if self._preemption.preempt_for_urgent(limit, prefilling, computing, self.held, now):
             decoding, prefilling = ([s for s in some if s.slot is not None] for some in (decoding, prefilling))
             pace, limit = self._limit(decoding, now)
-            coming = self._admission.coming(prefilling, before)
-        self._decoding, self._step_seconds = decoding, 0.0
-        wanted = sum(map(self._computable, prefilling))
-        # By deadline, a waiting sequence may rank before a running one; first come, first served, it never does.
-        admissible = self._admission.admissible(limit if by_deadline else limit - wanted, coming, self.held, now)
-        wanted = min(limit, wanted + sum(map(self._computable, admissible)))
+            computing = self._admission.computing(prefilling, before)
+        self._decoding, self._latest = decoding, None
+        admissible = self._admission.admissible(limit, prefilling, computing, self.held, now)
+        candidates = prefilling + admissible
+        wanted = min(limit, sum(map(self._computable, candidates)))
         if not decoding and not wanted:
             return None
 
@@ -244,18 +240,26 @@ class Scheduler:
         left = wanted
         if wanted and self.config.chunked_prefill:
             left = self.config.buckets.fill(len(decoding) + wanted, len(decoding)) - len(decoding)
-        for sequence, count in self._shares(prefilling + admissible, left, now, pace):
+        shares = budget.divide(
+            candidates,
+            left,
+            computable=self._computable,
+            admit=lambda sequence: self._admission.admit(sequence, now),
+            discipline=self.discipline,
+            now=now,
+            pace=pace,
+            in_chunks=self.config.chunked_prefill,
+        )
+        for sequence, count in shares:
             self._add_row(rows, sequence, count, now)
-        if by_deadline:
-            self._record_pauses(prefilling, now)
+        self._record_pauses(prefilling, now)
         if not rows.sequences:
             return None
         buckets, total = self.config.buckets, len(rows.tokens)
         self._num_plans += 1
         plan = rows.build(self._num_plans, buckets.cover_decode(total) if rows.decode else buckets.cover_mixed(total))
         self._in_flight[plan.number] = tuple(rows.sequences)
-        if by_deadline and self.cost is not None and self.features is not None:
-            self._step_seconds = self.cost.seconds(plan.shape)
+        self._latest = plan
         return plan
 
     def _limit(self, decoding: list[Sequence], now: float) -> tuple[budget.Pace | None, int]:
@@ -264,70 +268,6 @@ class Scheduler:
         pace = budget.pace(decoding, seconds=seconds, buckets=self.config.buckets, cost=self.cost)
         limit = self.config.max_num_batched_tokens - len(decoding)
         return pace, limit if pace is None else pace.limit(limit)
-
-    def _split_running(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
-        """The running sequences with one token to compute, and those with several or with tokens to score.
-
-        Gives each of the former the block that it needs, preempting sequences in reverse order of service.
-        """
-        decoding, prefilling = [], []
-        preemption, blocks = self._preemption, self.blocks
-        before, size = preemption.count, self.pool.block_size
-        compressing = blocks.compression is not None
-        each = {s: blocks.num_reserved(s) for s in self.running} if compressing else {}
-        reserved = sum(each.values())  # summed once, and kept up to date: a sum for each would take milliseconds
-        for sequence in list(self.running):
-            if sequence.slot is None:
-                continue
-            # This loop is hot: it computes what properties of Sequence would.
-            params, computed, length = (
-                sequence.request.params,
-                sequence.computed,
-                len(sequence.known) + sequence.pending,
-            )
-            uncomputed = length - computed
-            if not uncomputed or (sequence.request.media and not self._computable(sequence)):
-                continue  # all tokens are computed, or the next image is not encoded yet
-            if uncomputed > 1 or (params.prompt_logprobs is not None and sequence.wants_prompt_logprobs):
-                prefilling.append(sequence)
-            elif computed >= sequence.num_prompt and length >= sequence.num_prompt + sequence.max_output:
-                continue  # (a): its last token is in flight
-            elif compressing:
-                held, preempted = len(sequence.blocks), preemption.count
-                compressed = self._compress(sequence, self.pool.num_free - reserved)
-                if compressed or preemption.grow(sequence, now):
-                    decoding.append(sequence)
-                if preemption.count != preempted:
-                    reserved = blocks.num_reserved_for(self.running)
-                elif compressed or len(sequence.blocks) != held:
-                    reserved += blocks.num_reserved(sequence) - each[sequence]
-            elif computed - sequence.dropped < len(sequence.blocks) * size or preemption.grow(sequence, now):
-                decoding.append(sequence)
-        if preemption.count != before:
-            decoding, prefilling = ([s for s in some if s.slot is not None] for some in (decoding, prefilling))
-        return decoding, prefilling
-
-    def _compress(self, sequence: Sequence, spare: int) -> bool:
-        """Compress a decoding sequence if that frees a block. It then also has room for its next token."""
-        return sequence.computed >= sequence.num_prompt and self.blocks.compress(sequence, spare)
-
-    def _shares(self, candidates: list[Sequence], left: int, now: float, pace: budget.Pace | None) -> budget.Shares:
-        """The number of tokens that each candidate gets of those left. Candidates that get some are admitted."""
-
-        def admit(sequence: Sequence) -> bool:
-            return self._admission.admit(sequence, now)
-
-        if self.discipline.by_deadline:
-            return budget.by_deadline(
-                candidates,
-                left,
-                computable=self._computable,
-                admit=admit,
-                rank=lambda sequence: self.discipline.rank(sequence, now),
-                pace=pace,
-            )
-        in_chunks = self.config.chunked_prefill
-        return budget.by_arrival(candidates, left, computable=self._computable, admit=admit, in_chunks=in_chunks)
 
     def _record_pauses(self, prefilling: list[Sequence], now: float) -> None:
         """Pause sequences whose prompt is partly computed and that got no tokens of this step."""
@@ -361,24 +301,22 @@ class Scheduler:
         """The images to encode in the next call, or none. The caller must call `encoded` after it."""
         if self.features is None:
             return ()
-        now, by_deadline = self._planned_at, self.discipline.by_deadline
-
-        def rank(sequence: Sequence) -> tuple[bool, Rank]:
-            return not by_deadline and sequence.slot is None, self.discipline.rank(sequence, now)
-
-        return self.features.next_batch(rank, self.held)
+        now = self._planned_at
+        return self.features.next_batch(lambda sequence: self.discipline.rank(sequence, now), self.held)
 
     def may_encode(self, seconds: float) -> bool:
-        """Whether a slice of the encoder that takes `seconds` may run beside the latest step. First come, first served,
-        it always may; by deadline, decoding sequences may prevent it, see budget.slice_fits."""
-        if not self.discipline.by_deadline or self.features is None:
+        """Whether a slice of the encoder that takes `seconds` may run beside the latest step. Decoding sequences whose
+        next token is due may prevent it, see budget.slice_fits."""
+        if self.features is None or all(self.discipline.due(sequence) == math.inf for sequence in self._decoding):
             return True
         now = self._planned_at
+        step_seconds = 0.0 if self.cost is None or self._latest is None else self.cost.seconds(self._latest.shape)
         return budget.slice_fits(
             self._decoding,
             self.features.awaiting(self.running, now),
-            until=now + self._step_seconds + seconds,
-            rank=lambda sequence: self.discipline.rank(sequence, now),
+            until=now + step_seconds + seconds,
+            discipline=self.discipline,
+            now=now,
         )
 
     def encoded(self, batch: Iterable[MediaSpan]) -> None:
@@ -437,4 +375,4 @@ class Scheduler:
                 self.pool.share(child.blocks)
                 child.computed = shared * self.pool.block_size
                 child.digests, child.registered = list(parent.digests), min(parent.registered, shared)
-                self._preemption.enqueue(child)
+                self._preemption.requeue(child, shared)

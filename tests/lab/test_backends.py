@@ -20,6 +20,7 @@ from omni_jax.memory.block_pool import BlockPool
 from omni_jax.requests import Request, SamplingParams
 from omni_jax.requests.segment import Segment
 from omni_jax.scheduling.buckets import default_buckets
+from omni_jax.scheduling.discipline import SLOFirst
 from omni_jax.scheduling.limits import SchedulerConfig
 from omni_jax.scheduling.scheduler import Scheduler
 from tests.command_line import run_command
@@ -225,7 +226,7 @@ def test_the_arm_configures_the_replica():
     arm = Arm(name="x", scheduling_policy="slo", aging_seconds=3.0, max_num_batched_tokens=96)
     config, cost, vision = backend._parts(arm)
     assert (config.max_num_batched_tokens, config.discipline.aging_seconds) == (96, 3.0)
-    assert config.discipline.by_deadline
+    assert isinstance(config.discipline, SLOFirst)
     assert vision is not None
     assert math.isfinite(cost.prefill_seconds(10, 0))
 

@@ -14,7 +14,7 @@ from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
 from omni_jax.scheduling.blocks import Blocks, Compression
 from omni_jax.scheduling.buckets import Buckets, default_buckets
-from omni_jax.scheduling.discipline import Discipline
+from omni_jax.scheduling.discipline import Discipline, SLOFirst
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig
 from omni_jax.scheduling.plan import Row, StepPlan
@@ -446,14 +446,16 @@ class Loop:
             self.computed[sequence] += row.count
             self.admitted[sequence] += row.admit
 
-        if self.scheduler.discipline.by_deadline or self.blocks.prefix_caching or self.swap is not None:
+        if isinstance(self.scheduler.discipline, SLOFirst) or self.blocks.prefix_caching or self.swap is not None:
             return  # a sequence that waits for a block to be computed or loaded may be overtaken
         # First come, first served: an admitted sequence comes before all that could have been admitted and were not.
         admitted = [row.order for row in rows if row.admit]
         left = [
             s.order
             for s in self.scheduler.waiting
-            if (s in waiting or s in running) and (self.features is None or self.features.can_start(s))
+            if (s in waiting or s in running)
+            and not s.pending
+            and (self.features is None or self.features.can_start(s))
         ]
         assert not admitted or not left or max(admitted) < min(left)
 

@@ -15,7 +15,7 @@ CALLS = [
     *((Blocks, name) for name in ("match", "take_hits")),
     *((BlockPool, name) for name in ("find", "share")),
     *((Features, name) for name in ("track", "can_start", "_pass", "_file")),
-    (Preemption, "enqueue"),
+    (Preemption, "requeue"),
     *((Queues, name) for name in ("remove", "add", "file")),
     *((Line, name) for name in ("key", "put")),
     (SLOFirst, "cohort"),

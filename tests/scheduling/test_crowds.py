@@ -9,7 +9,7 @@ from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.slo import SLO
 from omni_jax.scheduling.discipline import SLOFirst
-from omni_jax.scheduling.queues import LOOKS, Line
+from omni_jax.scheduling.queues import MAX_CANDIDATES, Line
 from tests.scheduling.loop import Loop, image_span
 
 
@@ -107,7 +107,7 @@ def test_sequences_that_wait_for_a_block_are_looked_at_once(monkeypatch):
 def test_an_image_that_thousands_share_lets_them_start_in_turn():
     run = Loop(blocks=400, block_size=4, max_model_len=64, feature_rows=12)
     run.check = lambda: None
-    family = [run.add(9, media=[image_span("a", 1, 6)], max_tokens=1)[0] for _ in range(3 * LOOKS)]
+    family = [run.add(9, media=[image_span("a", 1, 6)], max_tokens=1)[0] for _ in range(3 * MAX_CANDIDATES)]
     while not any(s.computed for s in family):
         run.step()
     del run.check
@@ -136,13 +136,12 @@ def test_an_abort_keeps_nothing_of_a_sequence_that_waits(why):
         block_size=4,
         max_model_len=64,
         discipline=SLOFirst(aging_seconds=1000),
-        max_num_batched_tokens=8 if why == "parked" else 64,
         prefix_caching=why == "parked",
         feature_rows=12 if pictures else 0,
         swap=1 if why == "swapped" else None,
     )
     queues = run.scheduler._queues
-    for number in range(3 * LOOKS if why == "returning" else 40):
+    for number in range(3 * MAX_CANDIDATES if why == "returning" else 40):
         media = [image_span("a" if why == "returning" else f"i{number}", 1, 6)] if pictures else []
         prompt = [i % 7 for i in range(60)] if why == "parked" else 9
         run.add(prompt, media=media, max_tokens=3, ignore_eos=True, n=20 if why == "with blocks" else 1)

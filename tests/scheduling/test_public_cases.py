@@ -217,7 +217,7 @@ def test_pre_03_prompt_logprobs_are_returned_once_after_recomputation(what, step
     loop.check_endings()
 
 
-def test_pre_03_a_preempted_sequence_waits_for_its_token_and_is_not_overtaken():
+def test_pre_03_a_preempted_sequence_waits_for_its_token_and_stops_no_other():
     loop = Loop(blocks=40, block_size=4, max_model_len=48)
     (first,) = loop.add(8, max_tokens=20)
     loop.step()
@@ -225,11 +225,24 @@ def test_pre_03_a_preempted_sequence_waits_for_its_token_and_is_not_overtaken():
     (second,) = loop.add(8, max_tokens=20)
     assert first.pending == 1
     loop.step()
-    assert len(loop.plans) == 1
-    assert loop.scheduler.running == []
+    assert loop.scheduler.running == [second]
     loop.step()
     assert loop.scheduler.running == [first, second]
     loop.run(steps=40)
+    loop.check_endings()
+
+
+def test_pre_03_a_preempted_sequence_is_overtaken_by_none_that_could_not_start_while_its_token_was_read():
+    """First come, first served: of many later ones, only those that start in one step pass it."""
+    loop = Loop(blocks=16, block_size=4, max_model_len=64, max_num_seqs=2)
+    (first,) = loop.add(40, max_tokens=20, ignore_eos=True)
+    loop.step()
+    later = [loop.add(28, max_tokens=20, ignore_eos=True)[0] for _ in range(8)]
+    loop.preempt(first)
+    while first.slot is None:
+        assert loop.step()
+    assert sum(s.scheduled_at is not None for s in later) <= 2
+    loop.run()
     loop.check_endings()
 
 

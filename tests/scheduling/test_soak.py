@@ -32,7 +32,7 @@ def test_without_aging_a_sequence_starves(monkeypatch):
     monkeypatch.setattr(SLOFirst, "cohort", lambda self, s: s.priority)
     monkeypatch.setattr(SLOFirst, "level", lambda self, cohort, now: cohort)
     monkeypatch.setattr(SLOFirst, "due", lambda self, s: 0.0)
-    monkeypatch.setattr(SLOFirst, "rank", lambda self, s, now: (s.priority, 0.0, s.order))
+    monkeypatch.setattr(SLOFirst, "rank", lambda self, s, now, at=None: (s.priority, 0.0, s.order))
     setting = Setting(
         config=SchedulerConfig(
             max_num_seqs=4,
