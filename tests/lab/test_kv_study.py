@@ -74,7 +74,7 @@ class StudyEngine:
             start, count = sequence.computed, len(sequence.known) - sequence.computed
             sequence.computed += count
             sequence.blocks = list(range(math.ceil(sequence.rows / self.info.block_size)))
-            rows.append(HandRow(sequence=sequence, start=start, count=count))
+            rows.append(self._row(sequence, start, count))
             token = sequence.request.forced_ids[place]
             sequence.known.append(token)
             entry = TokenLogprob(token_id=token, logprob=-(int(name) + place / 100))
@@ -85,6 +85,10 @@ class StudyEngine:
                 del self.running[name]
         self.recorder.planned(plan_of(*rows), tuple(row.sequence for row in rows), 0.0)
         return deltas
+
+    @staticmethod
+    def _row(sequence, start, count):
+        return HandRow(sequence=sequence, start=start, count=count)
 
 
 def windows(count=3, prompt=20, steps=5):
