@@ -4,13 +4,13 @@ The first client owns the cores: it starts their processes, ends those that hang
 Other clients attach to them with a CoreLink.
 """
 
+import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import logging
 import multiprocessing
-import os
 import shutil
 import threading
 import time
@@ -24,8 +24,10 @@ import zmq
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.core_process import (
     BEAT_SECONDS,
+    OWNER,
     Launch,
     Outbox,
+    Pauses,
     Started,
     client_address,
     core_address,
@@ -83,12 +85,11 @@ class AttachedCore:
 
     Attributes:
         ready: See dispatcher.Core.
-        pid: Its process; 0 before the start.
-        sentinel: File descriptor that can be read once the process has ended; None before the start and afterwards.
+        pid: Its process; 0 before the start, and once it has ended.
     """
 
     def __init__(self, index: int, config: EngineConfig, inbox: "Inbox", receive: Receive):
-        self.index, self.pid, self.sentinel = index, 0, None
+        self.index, self.pid = index, 0
         self.ready: concurrent.futures.Future[Served] = concurrent.futures.Future()
         self._config, self._inbox, self._receive = config, inbox, receive
         self._lock = threading.Lock()  # of the socket
@@ -99,8 +100,10 @@ class AttachedCore:
         self._asked: dict[int, concurrent.futures.Future[Stats]] = {}
         self._stats, self._records = EngineStats(), Recorder().state()
 
-    pid: int
-    sentinel: int | None
+    @property
+    def sentinel(self) -> int | None:
+        """File descriptor that can be read once the process has ended, if this client owns it and it runs."""
+        return None
 
     # -- the interface of dispatcher.Core -----------------------------------------------------------------------------
 
@@ -112,8 +115,8 @@ class AttachedCore:
         """Send a message to the core, if it runs."""
         with self._lock:
             if self._socket is not None:
-                self._sent += not isinstance(message, GetStats)
                 self._socket.send_multipart([b"%d" % self._inbox.client, *self._encoder.encode(message)])
+                self._sent += not isinstance(message, GetStats)
 
     def status(self) -> Status:
         """Its latest state. A core that says nothing hangs, too."""
@@ -156,11 +159,13 @@ class AttachedCore:
     # -- in the thread that receives ----------------------------------------------------------------------------------
 
     def take(self, pid: int, message: FromCore) -> None:
-        """Take a message that process `pid` sent as this core."""
-        if isinstance(message, Ready):
+        """Take a message that process `pid`, or the OWNER, sent as this core."""
+        if isinstance(message, Ready) and pid != self.pid:
+            if self.pid:
+                self._lost("the engine core was replaced", final=False)
             self.attach(pid)
-        if pid not in (self.pid, 0):
-            return  # of a process that has been replaced
+        if pid not in (self.pid, OWNER):
+            return  # of a process that has ended: its requests may already run on another core
         self._heard = time.monotonic()
         match message:
             case Status():
@@ -169,8 +174,8 @@ class AttachedCore:
                 self._stats, self._records = stats, records
                 if (asked := self._asked.pop(number, None)) is not None:
                     asked.set_result(message)
-            case Failed(reason=reason):
-                self._lost(reason, final=not pid or not self._config.restart_core)
+            case Failed(reason=reason, final=final):  # only the owner knows whether another one is started
+                self._lost(reason, final=final if pid == OWNER else not self._config.restart_core)
             case _:
                 self._receive(self, message)
 
@@ -186,21 +191,20 @@ class AttachedCore:
             self._socket.connect(core_address(self._inbox.directory, self.index))
             self._sent, self._status = 0, Status(waiting=0, received=0, stalled=0.0)
             self.pid, self._heard = pid, time.monotonic()
-            with contextlib.suppress(ProcessLookupError):
-                self.sentinel = os.pidfd_open(pid)
+
+    def excuse(self) -> None:
+        """Do not count the time so far as silence: this process was stopped."""
+        self._heard = time.monotonic()
 
     def ended(self) -> None:
         """The process has ended."""
-        self._lost("the engine core has ended unexpectedly", final=not self._config.restart_core)
 
     def look_after(self) -> None:
         """Called now and then."""
 
     def _lost(self, reason: str, *, final: bool) -> None:
         """The core has stopped."""
-        if self.sentinel is not None:
-            os.close(self.sentinel)
-        self.pid, self.sentinel = 0, None
+        self.pid = 0
         for asked in list(self._asked.values()):
             asked.cancel()
         self._receive(self, Failed(reason, final))
@@ -246,6 +250,7 @@ class OwnedCore(AttachedCore):
     def start(self) -> None:
         """Start the process. `ready` is done once it takes requests."""
         super().start()
+        atexit.register(self._kill)  # before multiprocessing waits for it: it ends only with this process
         self._begin()
 
     def stop(self) -> None:
@@ -260,8 +265,14 @@ class OwnedCore(AttachedCore):
         if self._process is not None and self._process.pid is not None:
             self._process.join(JOIN_SECONDS)
             self._kill()
+        atexit.unregister(self._kill)
         super().stop()
         super().join()
+
+    @property
+    def sentinel(self) -> int | None:
+        """See AttachedCore.sentinel."""
+        return None if not self.pid or self._process is None else self._process.sentinel
 
     @property
     def directory(self) -> Path:
@@ -299,17 +310,16 @@ class OwnedCore(AttachedCore):
         if not self.pid:
             return
         self._kill()
+        again = self._config.restart_core and self._restarts < MAX_RESTARTS and not self._stopping
         if self._stopping:
-            self._lost("the engine has stopped", final=True)
-            return
-        again = self._config.restart_core and self._restarts < MAX_RESTARTS
-        logger.error("%s; %s", reason, "starting another one" if again else "it is not started again")
+            reason = "the engine has stopped"
+        else:
+            logger.error("%s; %s", reason, "starting another one" if again else "it is not started again")
+        self._tell_others(reason, pid=self.pid, final=not again)
         self._lost(reason, final=not again)
         if again:
             self._restarts += 1
             self._begin()
-        else:
-            self._tell_others(reason)
 
     def _begin(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -323,6 +333,8 @@ class OwnedCore(AttachedCore):
         """Start the process and follow its progress until it is ready or has failed."""
         process.start()
         theirs.close()
+        if self._stopping:
+            self._kill()
         try:
             while isinstance(message := pipe.recv(), tuple):
                 if self._progress is not None:
@@ -342,7 +354,7 @@ class OwnedCore(AttachedCore):
         else:
             logger.error("the engine core could not be started again: %s", message)
             self._receive(self, Failed(str(message)))
-            self._tell_others(str(message))
+            self._tell_others(str(message), final=True)
 
     def _finish(self, started: Started) -> None:
         try:
@@ -354,11 +366,11 @@ class OwnedCore(AttachedCore):
         if self.ready.set_running_or_notify_cancel():
             self.ready.set_result(served)
 
-    def _tell_others(self, reason: str) -> None:
-        """Tell the other clients that no core comes back."""
-        outbox = Outbox(self._inbox.context, self._launch, pid=0)
+    def _tell_others(self, reason: str, *, final: bool, pid: int = OWNER) -> None:
+        """Tell the other clients that process `pid` has ended; if `final`, that no other takes its place."""
+        outbox = Outbox(self._inbox.context, self._launch, OWNER if final else pid)
         for client in range(1, self._launch.clients):
-            outbox.send(client, Failed(reason))
+            outbox.send(client, Failed(reason, final))
         outbox.close()
 
     def _kill(self) -> None:
@@ -418,21 +430,24 @@ class Inbox:
             return found
 
     def _run(self) -> None:
-        decoder = Decoder(FromCore)
+        decoder, pauses = Decoder(FromCore), Pauses()
         while self._cores:
             poller = zmq.Poller()
             poller.register(self._socket, zmq.POLLIN)
             cores = list(self._cores.values())
-            sentinels = {core.sentinel: core for core in cores if core.sentinel is not None}
+            sentinels = {sentinel: core for core in cores if (sentinel := core.sentinel) is not None}
             for sentinel in sentinels:
                 poller.register(sentinel, zmq.POLLIN)
             ready = dict(poller.poll(_POLL_MS))
+            paused = pauses.noticed()
             if self._socket in ready:
                 self._read(decoder)
             for sentinel, core in sentinels.items():
                 if sentinel in ready and core.sentinel == sentinel:
                     core.ended()
             for core in cores:
+                if paused:
+                    core.excuse()
                 core.look_after()
 
     def _read(self, decoder: Decoder) -> None:

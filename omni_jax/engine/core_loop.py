@@ -65,6 +65,10 @@ class CoreLoop:
             stalled=stalled if stalled > self.core.patience else 0.0,
         )
 
+    def excuse(self) -> None:
+        """Do not count the time so far as time without progress: the process was stopped. Thread-safe."""
+        self._progressed = time.monotonic()
+
     def run(self) -> None:
         """Run until a Stop, or until the core fails; then tell all clients why."""
         with contextlib.closing(self.core):
@@ -73,10 +77,12 @@ class CoreLoop:
                     self._turn()
             except Exception as error:
                 logger.exception("the engine core has stopped")
-                self._take_messages()  # requests that were aborted meanwhile end so
-                self.core.fail("the engine failed while it computed this request")
-                for client in range(len(self._received)):
-                    self._emit(client, Failed(f"the engine has stopped: {error}"))
+                try:
+                    self._take_messages()  # requests that were aborted meanwhile end so
+                    self.core.fail("the engine failed while it computed this request")
+                finally:  # whatever else fails, nobody must wait for this core
+                    for client in range(len(self._received)):
+                        self._emit(client, Failed(f"the engine has stopped: {error}"))
 
     def _turn(self) -> None:
         if not self.busy:

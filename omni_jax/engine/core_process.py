@@ -32,7 +32,9 @@ if TYPE_CHECKING:  # imports JAX
 
 logger = logging.getLogger(__name__)
 
+OWNER = 0  # in the place of a process, see `envelope`
 BEAT_SECONDS = 0.5  # at most this long after a Status comes the next
+PAUSE_SECONDS = 2 * BEAT_SECONDS  # between two turns of a loop that takes less: its process was stopped
 _POLL_SECONDS = 0.02  # between looks at a status that may have changed
 _SWITCH_SECONDS = 1e-3  # at most, before the thread that steps gets the interpreter from the one that receives
 
@@ -74,12 +76,30 @@ def client_address(directory: Path, client: int) -> str:
 
 
 def envelope(index: int, pid: int) -> bytes:
-    """The first frame of a core's messages: which core, and in which process, since another may take its place."""
+    """The first frame of a core's messages: which core, and in which process, since another may take its place. OWNER
+    stands for the client that owns the cores."""
     return b"%d %d" % (index, pid)
 
 
+class Pauses:
+    """Notices that this process was stopped for a while, with those that it watches: by Ctrl-Z, or in a container or
+    machine that was paused. None of them hangs then."""
+
+    def __init__(self) -> None:
+        self._asked = time.monotonic()
+
+    def noticed(self) -> bool:
+        """Whether it was stopped since the last call. Ask in each turn of a loop."""
+        before, self._asked = self._asked, time.monotonic()
+        return self._asked - before > PAUSE_SECONDS
+
+
 class Outbox:
-    """Sends a core's messages to its clients, from one thread. `pid` is 0 for what its owner says of it."""
+    """Sends messages of a core to its clients, from one thread.
+
+    Args:
+        pid: The core's process; OWNER if its owner speaks for it.
+    """
 
     def __init__(self, context: zmq.Context, launch: Launch, pid: int):
         self._envelope = envelope(launch.index, pid)
@@ -144,7 +164,7 @@ def run_core(launch: Launch, pipe: Connection) -> None:
 
 def _receive(context: zmq.Context, inbox: zmq.Socket, loop: "CoreLoop", launch: Launch) -> None:
     """Pass messages on, answer questions about the state, and send the state when it changes."""
-    outbox, decoder = Outbox(context, launch, os.getpid()), Decoder(ToCore)
+    outbox, decoder, pauses = Outbox(context, launch, os.getpid()), Decoder(ToCore), Pauses()
     clients = range(launch.clients)
     for client in clients:
         outbox.send(client, Ready())
@@ -162,6 +182,8 @@ def _receive(context: zmq.Context, inbox: zmq.Socket, loop: "CoreLoop", launch: 
                 else:
                     loop.put(client, message)
                 waiting = inbox.poll(0)
+            if pauses.noticed():
+                loop.excuse()
             now = time.monotonic()
             for client in clients:
                 status = loop.status(client)

@@ -10,7 +10,9 @@ its place. The others end with an error.
 
 import concurrent.futures
 import dataclasses
+import itertools
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,7 +23,7 @@ from omni_jax.engine.output_processor import OutputProcessor
 from omni_jax.engine.stats import EngineStats, total
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.inputs.tokenizer import Tokenizer
-from omni_jax.requests import Delta, EngineError, Request
+from omni_jax.requests import Delta, EngineError, InvalidRequest, Request
 from omni_jax.routing.router import LeastLoaded, PrefixAware, Router
 from omni_jax.telemetry.recorder import Recorder, RecorderState
 
@@ -68,6 +70,7 @@ class _Live:
     """A live request.
 
     Attributes:
+        core_id: The id that cores know it by.
         request: It, until its first output: another core may have to begin again.
         core: Where it runs; None while it waits for a core.
         load: Tokens of its prompt, plus those expected of its continuations.
@@ -75,6 +78,7 @@ class _Live:
         tries: Number of cores that had it.
     """
 
+    core_id: str
     request: Request | None
     core: Core | None = None
     load: int
@@ -84,6 +88,9 @@ class _Live:
 
 class Dispatcher:
     """Use it in one thread; `inputs`, `stats`, `core_stats` and `recorder` are thread-safe.
+
+    Cores know a request by an id of its own, made from its name. So a name can be used again as soon as its request has
+    ended here, though a core may still send outputs of it; and by several clients.
 
     Args:
         config: Settings of all cores.
@@ -111,6 +118,7 @@ class Dispatcher:
         self.failures: dict[int, str] = {}
         self._restarting: set[int] = set()  # of those that have failed
         self._live: dict[str, _Live] = {}
+        self._client, self._numbers = secrets.token_hex(4), itertools.count()
         self._loads = {core.index: 0 for core in cores}
         self._router = self._make_router()
 
@@ -135,17 +143,21 @@ class Dispatcher:
             EngineError: All cores have failed.
         """
         self.check_alive()
-        request = self.inputs.process(request)
-        self._outputs.add(request)
+        name = request.id
+        if name in self._live:
+            raise InvalidRequest(f"request id {name!r} is in use by a live request", param="request_id")
+        core_id = f"{name}-{self._client}-{next(self._numbers)}"
+        request = dataclasses.replace(self.inputs.process(request), id=core_id)
+        self._outputs.add(request, name)
         asked = request.params.max_tokens
         output = MAX_EXPECTED_OUTPUT if asked is None else min(asked, MAX_EXPECTED_OUTPUT)
         load, n = len(request.prompt_ids) + request.params.n * output, request.params.n
-        live = self._live[request.id] = _Live(request=request, load=load, unfinished=n)
+        live = self._live[name] = _Live(core_id=core_id, request=request, load=load, unfinished=n)
         try:
             self._place(live)
-        except BaseException:  # a fault of ours; nothing is left of the request
-            del self._live[request.id]
-            self._outputs.drop(request.id)
+        except BaseException:  # it could not be sent
+            del self._live[name]
+            self._outputs.drop(core_id)
             raise
 
     def _place(self, live: _Live) -> None:
@@ -165,9 +177,9 @@ class Dispatcher:
         if live is None:
             return
         if live.core is None:
-            self._forward(self._outputs.end(request_id, "abort"))
+            self._forward(self._outputs.end(live.core_id, "abort"))
         else:
-            live.core.send(Abort([request_id]))
+            live.core.send(Abort([live.core_id]))
 
     def reset_prefix_cache(self) -> None:
         """Clear all prefix caches before the next steps. Running requests continue."""
@@ -215,13 +227,13 @@ class Dispatcher:
         self._loads[core.index] = 0
         self._router = self._make_router()  # its indices count cores that are alive
         elsewhere = bool(self._alive() or self._restarting)
-        for name, live in list(self._live.items()):
+        for live in list(self._live.values()):
             if live.core is core:
                 live.core = None
             if live.core is not None:
                 continue
             if live.request is None or live.tries >= MAX_TRIES or not elsewhere:
-                self._forward(self._outputs.end(name, "error", LOST))
+                self._forward(self._outputs.end(live.core_id, "error", LOST))
             else:
                 self._place(live)
 

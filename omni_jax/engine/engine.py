@@ -7,7 +7,7 @@ from typing import Any
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.core import EngineCore
 from omni_jax.engine.input_processor import InputProcessor
-from omni_jax.engine.messages import SequenceOutput
+from omni_jax.engine.messages import End, SequenceOutput
 from omni_jax.engine.output_processor import OutputProcessor
 from omni_jax.engine.stats import EngineStats
 from omni_jax.progress import StageReport
@@ -80,7 +80,11 @@ class Engine:
     def _deltas(self, outputs: list[SequenceOutput]) -> list[Delta]:
         deltas, ends = self._outputs.process(outputs)
         for end in ends:
-            self.core.end(end.request_id, end.index, end.stop, end.kept)
+            if isinstance(end, End):
+                self.core.end(end.request_id, end.index, end.stop, end.kept)
+            else:
+                for name in end.request_ids:
+                    self.core.abort(name)
         return deltas
 
     def reset_prefix_cache(self) -> None:

@@ -1,21 +1,26 @@
 """What is done to the outputs of an engine core before a reader gets them: text, stop strings, log-probabilities."""
 
 import dataclasses
+import logging
 from collections.abc import Iterable
 
 import numpy as np
 
 from omni_jax.engine.detokenizer import Detokenizer
-from omni_jax.engine.messages import End, SequenceOutput
+from omni_jax.engine.messages import Abort, End, SequenceOutput
 from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.requests import Delta, InvalidRequest, Request, SamplingParams, TokenLogprob
 from omni_jax.requests.outputs import FinishReason
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Live:
-    """A live request: its parameters, and the detokenizers of the continuations that have not ended, by index."""
+    """A live request: the id that its deltas have, its parameters, and the detokenizers of the continuations that have
+    not ended, by index."""
 
+    name: str
     params: SamplingParams
     detokenizers: dict[int, Detokenizer]
     tokens: dict[int, int]  # so far, by index
@@ -33,8 +38,8 @@ class OutputProcessor:
         self._live: dict[str, _Live] = {}
         self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
-    def add(self, request: Request) -> None:
-        """Expect outputs of a request.
+    def add(self, request: Request, name: str | None = None) -> None:
+        """Expect outputs of a request. Its deltas have the id `name`, by default its own.
 
         Raises:
             InvalidRequest: Its id is in use.
@@ -43,6 +48,7 @@ class OutputProcessor:
             raise InvalidRequest(f"request id {request.id!r} is in use by a live request", param="request_id")
         indices = range(request.params.n)
         self._live[request.id] = _Live(
+            name=request.id if name is None else name,
             params=request.params,
             detokenizers={i: Detokenizer(self._tokenizer, request.params, request.prompt_ids) for i in indices},
             tokens=dict.fromkeys(indices, 0),
@@ -52,15 +58,23 @@ class OutputProcessor:
         """Expect no outputs of a request any more."""
         self._live.pop(request_id, None)
 
-    def process(self, outputs: Iterable[SequenceOutput]) -> tuple[list[Delta], list[End]]:
-        """The deltas of new outputs, and what to tell the core: the continuations that a stop string has ended. Later
-        outputs of these are dropped."""
-        deltas, ends = [], []
+    def process(self, outputs: Iterable[SequenceOutput]) -> tuple[list[Delta], list[End | Abort]]:
+        """The deltas of new outputs, and what to tell the core: the continuations that a stop string has ended, and
+        the requests that could not be processed. Later outputs of these are dropped."""
+        deltas: list[Delta] = []
+        ends: list[End | Abort] = []
         for output in outputs:
             live = self._live.get(output.request_id)
             if live is None or output.index not in live.detokenizers:
                 continue
-            delta = self._delta(live, output)
+            try:
+                delta = self._delta(live, output)
+            except Exception:  # a fault of ours must end this stream, and no other
+                logger.exception("an output of request %s could not be processed", live.name)
+                deltas += self._failed(live)
+                del self._live[output.request_id]
+                ends.append(Abort([output.request_id]))
+                continue
             if delta.finish_reason is not None:
                 del live.detokenizers[output.index]
                 self.finished[delta.finish_reason] += 1
@@ -79,6 +93,12 @@ class OutputProcessor:
         indices = [] if live is None else list(live.detokenizers)
         ended = [SequenceOutput(request_id, index, finish_reason=reason, error=error) for index in indices]
         return self.process(ended)[0]
+
+    def _failed(self, live: _Live) -> list[Delta]:
+        """The last deltas of a request whose outputs cannot be processed."""
+        self.finished["error"] += len(live.detokenizers)
+        error = "the engine could not process the output of this request"
+        return [Delta(request_id=live.name, index=i, finish_reason="error", error=error) for i in live.detokenizers]
 
     def _delta(self, live: _Live, output: SequenceOutput) -> Delta:
         detokenizer, params, reason = live.detokenizers[output.index], live.params, output.finish_reason
@@ -100,7 +120,7 @@ class OutputProcessor:
             rest = detokenizer.finish(last)
             text, logprobs = text + rest.text, logprobs + rest.logprobs
         return Delta(
-            request_id=output.request_id,
+            request_id=live.name,
             index=output.index,
             text=text,
             token_ids=() if output.token is None else (output.token,),
