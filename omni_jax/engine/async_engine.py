@@ -9,7 +9,7 @@ from typing import Any
 
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.core_client import CoreLink, OwnedCore
-from omni_jax.engine.cores import MakeCores, link, thread_cores
+from omni_jax.engine.cores import MakeCores, attached_cores, link, thread_cores
 from omni_jax.engine.dispatcher import Core, Dispatcher
 from omni_jax.engine.messages import ClientGone, FromCore
 from omni_jax.engine.stats import EngineStats
@@ -79,6 +79,11 @@ class AsyncEngine:
         self._dispatcher: Dispatcher | None = None
         self._streams: dict[str, DeltaStream] = {}
         self._draining = False
+
+    @classmethod
+    def attach(cls, link: CoreLink) -> "AsyncEngine":
+        """An engine over the cores of another process; see `link`. `stop` leaves the cores alone."""
+        return cls(link.config, make_cores=lambda config, progress, receive: attached_cores(link, receive))
 
     async def start(self) -> None:
         """Load and compile in the cores. Returns when requests can be submitted.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -21,6 +22,7 @@ from serving.cli.options import (
     Server,
 )
 from serving.cli.support import engine_config, expected_errors, fail, log_to_stderr, usage_error
+from serving.http.metrics_directory import remove_shared_metrics, share_metrics
 from serving.http.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ def serve(
         config: JSON or YAML file of settings: flags by their names, and model. Flags and variables override it.
         log_level: Least severe messages that are logged.
     """
-    log_to_stderr(log_level)
+    several = server is not None and server.api_server_count > 1
+    log_to_stderr(log_level, named=several)
     if model is None:
         usage_error(
             "give the model's directory: omni-jax serve MODEL, before flags that take several values, or the key model "
@@ -65,19 +68,24 @@ def serve(
         name = model.resolve().name if model.expanduser().exists() else str(model)  # an id of the hub is a name
         server = dataclasses.replace(server, served_model_name=(name,))
     engine_settings = engine_config(model.expanduser(), model_settings, cache, scheduling, encoder, parallel)
-    from serving.http.lifecycle import CannotListen, bind, run_server
-
     if engine_settings.process_id:
         return _follow(engine_settings)
+    if several:
+        multiprocessing.current_process().name = "api-server-0"
+        share_metrics()
+    from serving.http.lifecycle import CannotListen, bind, run_server
+
     try:
         sock = bind(server.host, server.port)  # before the model is loaded: a port in use is known at once
     except CannotListen as error:
+        remove_shared_metrics()
         fail(str(error))
     try:
         from omni_jax.engine.async_engine import AsyncEngine
         from omni_jax.engine.cores import process_cores, thread_cores
         from omni_jax.progress import stage_bars
         from serving.cli.memory_summary import memory_summary
+        from serving.http.api_processes import Launch
         from serving.http.server import make_app
 
         logger.info(
@@ -85,29 +93,44 @@ def serve(
             model,
         )
         logger.info("memory: %s", memory_summary(engine_settings))
+        prepare = functools.partial(log_to_stderr, log_level, named=several)
         make_cores = thread_cores
         if server.engine_core == "process":
-            make_cores = functools.partial(process_cores, prepare=functools.partial(log_to_stderr, log_level))
+            make_cores = functools.partial(process_cores, clients=server.api_server_count, prepare=prepare)
+        app = functools.partial(
+            make_app,
+            settings=server,
+            security=security,
+            media=media,
+            access=access,
+            segment_policy=engine_settings.segment_policy,
+        )
+
+        def launch(engine: AsyncEngine, number: int) -> Launch:
+            return Launch(
+                name=f"api-server-{number}",
+                prepare=prepare,
+                make_engine=functools.partial(AsyncEngine.attach, engine.link(number)),
+                make_app=app,
+                sock=sock,
+                settings=server,
+            )
+
         with stage_bars() as progress:
             return run_server(
                 lambda: AsyncEngine(engine_settings, progress, make_cores=make_cores),
-                lambda engine: make_app(
-                    engine,
-                    settings=server,
-                    security=security,
-                    media=media,
-                    access=access,
-                    segment_policy=engine_settings.segment_policy,
-                ),
+                app,
                 sock,
                 server,
                 alone=engine_settings.num_processes == 1,
+                launch=launch,
             )
     except expected_errors() as error:
         logger.debug("start failed", exc_info=True)
         fail(str(error))
     finally:
         sock.close()
+        remove_shared_metrics()
 
 
 def _follow(config) -> int:

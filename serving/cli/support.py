@@ -110,10 +110,11 @@ def interrupted(what: str, where: Path) -> int:
     return INTERRUPTED
 
 
-def log_to_stderr(level: str) -> None:
-    """Sets logging up for a --log-level."""
+def log_to_stderr(level: str, *, named: bool = False) -> None:
+    """Sets logging up for a --log-level. If `named`, lines begin with the name of the process."""
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    name = "%(processName)s " if named else ""
+    handler.setFormatter(logging.Formatter(f"{name}%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level == "info":  # JAX logs every backend that is missing
         logging.getLogger("jax").setLevel(logging.WARNING)

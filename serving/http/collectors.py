@@ -168,15 +168,10 @@ class MemoryCollector(Collector):
 
 
 class RecorderCollector(Collector):
-    """Metrics of the recorder: objectives, pauses, preemptions and segments."""
+    """Metrics of the recorder: objectives, pauses, preemptions and times of segments."""
 
-    def __init__(
-        self,
-        recorder: Callable[[], Recorder],
-        segment_counts: Callable[[], Mapping[str, Mapping[str, int]]],
-        model_name: str,
-    ):
-        self._recorder, self._segment_counts, self._model_name = recorder, segment_counts, model_name
+    def __init__(self, recorder: Callable[[], Recorder], model_name: str):
+        self._recorder, self._model_name = recorder, model_name
         self._families = _Families(model_name)
 
     def collect(self) -> Iterator[Metric]:
@@ -203,9 +198,6 @@ class RecorderCollector(Collector):
             preemptions.add_metric([self._model_name, cause, "swap"], swapped)
             preemptions.add_metric([self._model_name, cause, "recompute"], count - swapped)
         yield preemptions
-        segments = {policy: counts["segments"] for policy, counts in self._segment_counts().items()}
-        text = "Number of prompt segments."
-        yield make.by_label(CounterMetricFamily, "omni_jax:segments", text, "policy", segments)
         seconds = HistogramMetricFamily(
             "omni_jax:segment_seconds",
             "Histogram of time a segment spends in a stage in seconds.",

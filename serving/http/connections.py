@@ -22,11 +22,17 @@ _BACKLOG = 1024
 
 
 async def listen(runner: web.AppRunner, sock: Any, settings: ServerSettings) -> asyncio.Server:
-    """Accepts connections for the app of a runner that was set up."""
+    """Accepts connections for the app of a runner that was set up.
+
+    Processes that share the socket accept one connection at a time, so that none takes a burst for itself.
+    """
     server = runner.server
     assert server is not None
     loop = asyncio.get_running_loop()
-    return await loop.create_server(lambda: Connection(server, settings), sock=sock, backlog=_BACKLOG)
+    at_a_time = 1 if settings.api_server_count > 1 else _BACKLOG
+    listener = await loop.create_server(lambda: Connection(server, settings), sock=sock, backlog=at_a_time)
+    sock.listen(_BACKLOG)  # asyncio has one number for the connections that may wait and those that it accepts in a row
+    return listener
 
 
 class Connection(web.RequestHandler):

@@ -2,20 +2,24 @@
 
 import asyncio
 import errno
+import functools
 import gc
 import logging
 import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from aiohttp import web
 
 from omni_jax.interrupts import end_process
+from serving.http.api_processes import STOP_SIGNALS, ApiProcesses, DrainOrders, Launch
 from serving.http.connections import listen
+from serving.http.metrics_directory import remove_shared_metrics
 from serving.http.settings import ServerSettings
 from serving.http.state import SERVER
 
@@ -25,11 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Seconds after the shutdown timeout, of ServerSettings:
+_API_SECONDS = 1.0  # until other API server processes are killed
 _ENGINE_SECONDS = 2.5  # until the process exits without the engine
 _HANDLER_SECONDS = 1.0  # that handlers have then to write the end of their responses, before and after a cancellation
 _END_SECONDS = 5.0  # until the process ends, whatever it does
-
-_NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
 class CannotListen(Exception):
@@ -109,6 +112,7 @@ def run_server(
     settings: ServerSettings,
     *,
     alone: bool = True,
+    launch: "Callable[[AsyncEngine, int], Launch] | None" = None,
 ) -> int:
     """Loads the model, serves until SIGTERM or SIGINT, and ends the process.
 
@@ -124,10 +128,19 @@ def run_server(
         settings: time limits and the access log.
         alone: whether no other processes share the model. If they do, this function returns the exit code, and JAX
             waits for them when the process exits.
+        launch: describes the other API server processes, by their number from 1, over the started engine; needed if
+            `settings.api_server_count` is above 1.
     """
     engine = make_engine()
-    code = asyncio.run(_serve(engine, make_app, sock, settings))
-    for number in _NUMBERS:  # asyncio has restored Python's own handlers
+    start_others = None
+    if launch is not None and settings.api_server_count > 1:
+        describe = functools.partial(launch, engine)
+        start_others = functools.partial(ApiProcesses, describe, settings.api_server_count - 1, gone=engine.client_gone)
+    try:
+        code = asyncio.run(serve(engine, make_app, sock, settings, start_others=start_others))
+    finally:
+        remove_shared_metrics()
+    for number in STOP_SIGNALS:  # asyncio has restored Python's own handlers
         signal.signal(number, lambda number, _: end_process(128 + number))
     if alone:  # Python would wait for threads that decode images, for example
         logging.shutdown()
@@ -135,13 +148,22 @@ def run_server(
     return code
 
 
-async def _serve(
+async def serve(
     engine: "AsyncEngine",
     make_app: Callable[["AsyncEngine"], web.Application],
     sock: socket.socket,
     settings: ServerSettings,
+    orders: DrainOrders | None = None,
+    *,
+    start_others: Callable[[], ApiProcesses] | None = None,
 ) -> int:
-    stop = _StopSignal()
+    """Serves until it is told to stop, and returns the exit code.
+
+    Args:
+        orders: what tells it; None in the first API server process, which signals tell.
+        start_others: starts the other API server processes.
+    """
+    stop = orders or _StopSignal()
     await engine.start()
     app = make_app(engine)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_HANDLER_SECONDS)
@@ -154,12 +176,17 @@ async def _serve(
         raise CannotListen(f"cannot listen on {url(sock)}: {error.strerror or error}") from None
     gc.collect()
     gc.freeze()  # what exists now stays: a full collection would stop all threads for a fifth of a second to look at it
+    others = start_others() if start_others else None
     logger.info("omni-jax serving %s at %s", ", ".join(app[SERVER].names), url(sock))
     await stop.wait()
     app[SERVER].draining = True
     drain = settings.shutdown_timeout
     logger.info("shutting down: running requests have %g s to finish", drain)
     _end_after(drain + _END_SECONDS)
+    if others is not None:  # first, since the cores that they use end with this engine
+        began = time.monotonic()
+        await others.drain(drain + _API_SECONDS)
+        drain = max(drain - (time.monotonic() - began), 0.0)
     code = 0
     try:
         async with asyncio.timeout(drain + _ENGINE_SECONDS):
@@ -171,8 +198,7 @@ async def _serve(
     await runner.cleanup()
     logger.info("stopped")
     if code:
-        logging.shutdown()
-        end_process(code)  # the engine's thread would keep the process alive
+        _end(code)  # the engine's thread would keep the process alive
     return code
 
 
@@ -182,7 +208,7 @@ class _StopSignal:
     def __init__(self):
         self._stop, self._waiting = asyncio.Event(), False
         loop = asyncio.get_running_loop()
-        for number in _NUMBERS:
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
 
     async def wait(self) -> None:
@@ -193,8 +219,7 @@ class _StopSignal:
         if not self._waiting or self._stop.is_set():
             what = "second signal" if self._stop.is_set() else "interrupted while the model was loading"
             logger.warning("%s: exiting at once", what)
-            logging.shutdown()
-            end_process(128 + number)
+            _end(128 + number)
         self._stop.set()
 
 
@@ -203,8 +228,15 @@ def _end_after(seconds: float) -> None:
 
     def end() -> None:
         logger.error("still not stopped after %g s; exiting", seconds)
-        end_process(1)
+        _end(1)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process without waiting for its threads."""
+    remove_shared_metrics()
+    logging.shutdown()
+    end_process(code)

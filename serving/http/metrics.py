@@ -1,9 +1,10 @@
 """The app's Prometheus metrics: those of vLLM under its names and descriptions, others under `omni_jax:`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from omni_jax.requests import SamplingParams
 from omni_jax.telemetry.figures import REQUEST_SECONDS
@@ -25,14 +26,15 @@ _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    """The metrics of one app, in its own registry.
+    """The metrics of one app, in its own registry; or those of the apps of several processes, if they are shared.
 
     Args:
         stats: returns the engine's EngineStats.
         info: the engine's EngineInfo.
         model_name: value of the label model_name.
         recorder: returns the engine's Recorder.
-        segment_counts: returns policy -> {"segments": count}.
+        shared: whether other API server processes have such an app. Then all of them have the sums of what they
+            counted, in the files of metrics_directory, and this process's own memory and CPU time are left out.
     """
 
     def __init__(
@@ -42,25 +44,30 @@ class Metrics:
         info: Any,
         model_name: str,
         recorder: Callable[[], Recorder],
-        segment_counts: Callable[[], Mapping[str, Mapping[str, int]]],
+        shared: bool = False,
     ):
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(stats, info, model_name))
-        self._registry.register(RecorderCollector(recorder, segment_counts, model_name))
+        self._registry.register(RecorderCollector(recorder, model_name))
         self._registry.register(MemoryCollector(stats, model_name))
-        ProcessCollector(registry=self._registry)
+        counted = None if shared else self._registry  # where what is counted here is registered
+        self._counts = MultiProcessCollector(self._registry) if shared else self._registry
+        if not shared:
+            ProcessCollector(registry=self._registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+            family = Histogram(f"vllm:{name}", text, ["model_name"], registry=counted, buckets=buckets)
             return family.labels(model_name)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ["model_name", *labels], registry=self._registry)
+            return Counter(name, text, ["model_name", *labels], registry=counted)
 
         ended = counter("vllm:request_success", "Count of successfully processed requests.", "finished_reason")
         self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
         self._model_name = model_name
         self._responses = counter("omni_jax:http_responses", "Number of HTTP responses.", "endpoint", "status")
+        self._segments = counter("omni_jax:segments", "Number of prompt segments.", "policy")
+        self._cut_prompts = counter("omni_jax:cut_prompts", "Number of prompts cut into segments.", "policy")
         self._first_token = histogram(
             "time_to_first_token_seconds", "Histogram of time to first token in seconds.", _FIRST_TOKEN_SECONDS
         )
@@ -98,6 +105,21 @@ class Metrics:
             endpoint: the path of a route, never what a client chose.
         """
         self._responses.labels(self._model_name, endpoint, str(status)).inc()
+
+    def prompt_cut(self, policy: str, segments: int) -> None:
+        """Records a prompt that a policy cut into segments."""
+        self._cut_prompts.labels(self._model_name, policy).inc()
+        self._segments.labels(self._model_name, policy).inc(segments)
+
+    def segment_counts(self) -> dict[str, dict[str, int]]:
+        """Prompts and segments so far, by policy."""
+        names = {"omni_jax:cut_prompts_total": "prompts", "omni_jax:segments_total": "segments"}
+        found: dict[str, dict[str, int]] = {}
+        for family in self._counts.collect():
+            for sample in family.samples:
+                if sample.name in names:
+                    found.setdefault(sample.labels["policy"], {})[names[sample.name]] = int(sample.value)
+        return {policy: {name: found[policy].get(name, 0) for name in names.values()} for policy in sorted(found)}
 
     def request_finished(
         self, *, seconds: float, prompt_tokens: int, generated_tokens: int, params: SamplingParams

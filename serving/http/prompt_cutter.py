@@ -1,8 +1,6 @@
 """Cuts prompts into segments with the policy of the request or the server."""
 
-import collections
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from omni_jax.requests import InvalidRequest, MediaSpan
@@ -18,14 +16,24 @@ MAX_POLICY_MESSAGE = 800  # characters of an error about a policy, which may quo
 
 
 class PromptCutter:
-    """Cuts prompts into segments and counts them. Thread-safe."""
+    """Cuts prompts into segments. Thread-safe."""
 
-    def __init__(self, engine: "AsyncEngine", policy: PolicySpec, *, allow_request_policy: bool):
-        """`policy` is the engine's; requests may set another one if `allow_request_policy`."""
+    def __init__(
+        self,
+        engine: "AsyncEngine",
+        policy: PolicySpec,
+        *,
+        allow_request_policy: bool,
+        count: Callable[[str, int], object],
+    ):
+        """
+        Args:
+            policy: the engine's.
+            allow_request_policy: whether requests may set another one.
+            count: called for each prompt with the policy_name and the number of segments.
+        """
         self._engine, self._policy, self._allow_request_policy = engine, policy, allow_request_policy
-        self._lock = threading.Lock()
-        self._prompts: collections.Counter[str] = collections.Counter()
-        self._segments: collections.Counter[str] = collections.Counter()
+        self._count = count
 
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest if the request sets a segment policy that is invalid or not allowed."""
@@ -50,19 +58,8 @@ class PromptCutter:
             InvalidRequest: the policy fails, or its segments do not cover each token exactly once.
         """
         segments = self._engine.cut(ids, media, spec)
-        name = policy_name(self._policy if spec is None else spec)
-        with self._lock:
-            self._prompts[name] += 1
-            self._segments[name] += len(segments)
+        self._count(policy_name(self._policy if spec is None else spec), len(segments))
         return segments
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Prompts and segments so far, by policy_name."""
-        with self._lock:
-            return {
-                name: {"prompts": count, "segments": self._segments[name]}
-                for name, count in sorted(self._prompts.items())
-            }
 
 
 def policy_name(spec: PolicySpec) -> str:

@@ -61,21 +61,26 @@ def make_app(
     if not settings.served_model_name:
         raise ValueError("served_model_name must have at least one name")
     security = security or SecuritySettings()
-    cutter = PromptCutter(engine, segment_policy, allow_request_policy=security.allow_request_segment_policy)
+    metrics = Metrics(
+        stats=engine.stats,
+        info=engine.info,
+        model_name=settings.served_model_name[0],
+        recorder=lambda: engine.totals,
+        shared=settings.api_server_count > 1,
+    )
     server = Server(
         engine=engine,
         names=settings.served_model_name,
         paths=_paths(engine.info.model_dir),
         max_body_size=settings.max_body_size,
         body_timeout=settings.body_timeout,
-        metrics=Metrics(
-            stats=engine.stats,
-            info=engine.info,
-            model_name=settings.served_model_name[0],
-            recorder=lambda: engine.totals,
-            segment_counts=cutter.counts,
+        metrics=metrics,
+        cutter=PromptCutter(
+            engine,
+            segment_policy,
+            allow_request_policy=security.allow_request_segment_policy,
+            count=metrics.prompt_cut,
         ),
-        cutter=cutter,
         media=media or MediaSettings(),
         access=access or MediaAccessSettings(),
         text_pool=ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text"),

@@ -29,6 +29,8 @@ class ServerSettings(Settings):
         port: Port to listen on; 0 takes a free one.
         served_model_name: Names of the model in the API. Default: the name of the model's directory.
         max_body_size: Maximum number of bytes of a request's body. An image in it takes a third more than its file.
+        api_server_count: Number of processes that serve HTTP: they read requests, fetch images, tokenize, and write
+            answers. The engine runs beside them, in processes of its own.
         shutdown_timeout: Seconds that running requests get to finish after SIGTERM or SIGINT. The process ends at most
             five seconds later.
         header_timeout: Seconds in which the head of a request must arrive, from the connection or from its first byte.
@@ -45,6 +47,7 @@ class ServerSettings(Settings):
     port: Annotated[int, Ge(0), Le(65535)] = 8000
     served_model_name: tuple[str, ...] = ()
     max_body_size: Annotated[int, Ge(1)] = 64 * 2**20
+    api_server_count: Annotated[int, Ge(1), Le(64)] = 1
     shutdown_timeout: Annotated[float, Ge(0), Lt(math.inf)] = 20.0
     header_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 20.0
     body_timeout: Annotated[float, Gt(0), Lt(math.inf)] = 120.0
@@ -58,6 +61,8 @@ class ServerSettings(Settings):
         super().__post_init__()
         if not all(self.served_model_name):
             raise ValueError("served_model_name must not be empty")
+        if self.api_server_count > 1 and self.engine_core != "process":
+            raise ValueError("api_server_count above 1 needs engine_core process")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

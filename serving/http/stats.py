@@ -30,7 +30,7 @@ def _response(server: Server) -> web.Response:
             **_memory(stats),
             **_replicas(server.engine),
             **summary,
-            "segments": {**summary["segments"], "by_policy": server.cutter.counts()},
+            "segments": {**summary["segments"], "by_policy": server.metrics.segment_counts()},
         }
     )
 

@@ -128,7 +128,7 @@ def invoke(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")  # so that it is restored after the test
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     for command in (cli.serve, cli.generate, cli.chat, cli.ablate, cli.kv_study):
-        monkeypatch.setattr(sys.modules[command.__module__], "log_to_stderr", lambda level: None)
+        monkeypatch.setattr(sys.modules[command.__module__], "log_to_stderr", lambda level, named=False: None)
     return run_command
 
 
@@ -145,7 +145,7 @@ def served(monkeypatch, invoke):
     engine.AsyncEngine = make
     monkeypatch.setitem(sys.modules, "omni_jax.engine.async_engine", engine)
 
-    def run_server(make_engine, make_app, sock, settings, *, alone):
+    def run_server(make_engine, make_app, sock, settings, *, alone, launch):
         arguments.update(
             server=make_app(make_engine())[SERVER],
             port=sock.getsockname()[1],

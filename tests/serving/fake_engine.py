@@ -125,6 +125,7 @@ class FakeEngine:
         cached: request -> number of cached prompt tokens of choice 0; other choices have other numbers.
         resets: number of prefix cache resets.
         recorder: recorder, which tests fill.
+        gone: clients that have ended.
         dead: error message of check_health and submit; None for a healthy engine.
     """
 
@@ -147,6 +148,7 @@ class FakeEngine:
         self.recorder = self.totals = Recorder(segments=True)
         self.dead: str | None = None
         self.started = False
+        self.gone: list[int] = []
         self._draining = False
         self._live: dict[str, _Stream] = {}
         self._stats = EngineStats()
@@ -161,6 +163,9 @@ class FakeEngine:
             await asyncio.wait(tasks, timeout=drain_seconds)
         for request_id in list(self._live):
             self._abort(request_id)
+
+    def client_gone(self, client: int) -> None:
+        self.gone.append(client)
 
     def check_health(self) -> None:
         if self.dead:
