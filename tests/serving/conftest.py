@@ -138,7 +138,7 @@ def served(monkeypatch, invoke):
     arguments = {}
     engine = types.ModuleType("omni_jax.engine.async_engine")
 
-    def make(config, progress):
+    def make(config, progress, *, make_cores):
         arguments.update(config=config, xla_share=os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"])
         return FakeEngine()
 

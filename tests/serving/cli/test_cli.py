@@ -450,8 +450,14 @@ def test_serve_with_a_port_in_use(invoke, served):
     assert served == {}
 
 
+def test_several_api_servers_need_an_engine_beside_them(invoke, served):
+    result = invoke("serve", ".", "--api-server-count", "2", "--engine-core", "thread")
+    assert result.exit_code == 2
+    assert "api_server_count above 1 needs engine_core process" in result.stderr
+
+
 def test_serve_with_a_model_that_cannot_be_loaded(invoke, served, monkeypatch):
-    def broken(config, progress):
+    def broken(config, progress, *, make_cores):
         raise EngineError("the pool does not fit")
 
     monkeypatch.setattr(sys.modules["omni_jax.engine.async_engine"], "AsyncEngine", broken)
