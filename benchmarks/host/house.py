@@ -315,9 +315,15 @@ def main() -> None:
         "--serve-flags", nargs=argparse.REMAINDER, default=[], help="flags of omni-jax serve; they come last"
     )
     given = parser.parse_args()
+    print(report.machine_line(report.machine()))
     found: dict[str, Any] = {}
+
+    def show(name: str, figures: dict[str, Any]) -> None:
+        found[name] = figures
+        print(f"\n{name}", *(f"  {what}: {value:,.2f}" for what, value in figures.items()), sep="\n", flush=True)
+
     if "step" in given.cases:
-        found["step"] = step(given.waiting)
+        show("step", step(given.waiting))
     runs = [
         (f"{case}, {kind}, steps of {step_ms} ms", case, kind, step_ms)
         for case in given.cases
@@ -328,16 +334,11 @@ def main() -> None:
         log(name)
         with serving(step_ms, given.serve_flags) as server:
             if case == "streams":
-                found[name] = asyncio.run(streams(server, kind, given.tokens))
+                show(name, asyncio.run(streams(server, kind, given.tokens)))
             elif case == "short":
-                found[name] = asyncio.run(short(server, kind, given.requests))
+                show(name, asyncio.run(short(server, kind, given.requests)))
             else:
-                found[name] = asyncio.run(queue(server, given.waiting))
-    print(report.machine_line(report.machine()))
-    for name, figures in found.items():
-        print(f"\n{name}")
-        for what, value in figures.items():
-            print(f"  {what}: {value:,.2f}")
+                show(name, asyncio.run(queue(server, given.waiting)))
     if given.json:
         document = {"machine": report.machine(), "flags": given.serve_flags, "measured": found}
         given.json.write_text(json.dumps(document, indent=1) + "\n")
