@@ -55,15 +55,24 @@ class ApiProcesses:
     """The other API server processes, as the first one sees them: it starts them, restarts those that end, and tells
     them to drain. They end with it, however it ends."""
 
-    def __init__(self, launch: Callable[[int], Launch], count: int, *, gone: Callable[[int], object]):
+    def __init__(
+        self,
+        launch: Callable[[int], Launch],
+        count: int,
+        *,
+        run: Callable[[Launch, Connection], object],
+        gone: Callable[[int], object],
+    ):
         """Starts processes. Call it on the event loop.
 
         Args:
             launch: describes a process by its number.
             count: how many there are; their numbers begin with 1.
+            run: runs in each process; the connection leads to this one.
             gone: called with the number of one that has ended, but was not told to.
         """
-        self._launch, self._gone, self._loop = launch, gone, asyncio.get_running_loop()
+        self._launch, self._run, self._gone = launch, run, gone
+        self._loop = asyncio.get_running_loop()
         self._running: dict[int, tuple[BaseProcess, Connection, float]] = {}  # with the time of the start
         self._failures = dict.fromkeys(range(1, count + 1), 0)  # ends in a row
         self._draining, self._all_ended = False, asyncio.Event()
@@ -98,7 +107,7 @@ class ApiProcesses:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         launch = self._launch(number)
-        process = context.Process(target=run_api_server, args=(launch, theirs), name=launch.name, daemon=True)
+        process = context.Process(target=self._run, args=(launch, theirs), name=launch.name, daemon=True)
         with _signals_blocked():
             process.start()
         theirs.close()
@@ -133,21 +142,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def run_api_server(launch: Launch, channel: Connection) -> None:
-    """Runs an API server process; `channel` leads to the first process. Does not return."""
-    from serving.http.lifecycle import serve  # which imports this module
-
-    orders = DrainOrders(channel)
-    launch.prepare()
-    try:
-        code = asyncio.run(serve(launch.make_engine(), launch.make_app, launch.sock, launch.settings, orders))
-    except Exception:
-        logger.exception("%s failed", launch.name)
-        code = 1
-    logging.shutdown()
-    end_process(code)
 
 
 class DrainOrders:

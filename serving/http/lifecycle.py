@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
 from aiohttp import web
@@ -135,7 +136,9 @@ def run_server(
     start_others = None
     if launch is not None and settings.api_server_count > 1:
         describe = functools.partial(launch, engine)
-        start_others = functools.partial(ApiProcesses, describe, settings.api_server_count - 1, gone=engine.client_gone)
+        start_others = functools.partial(
+            ApiProcesses, describe, settings.api_server_count - 1, run=run_api_server, gone=engine.client_gone
+        )
     try:
         code = asyncio.run(serve(engine, make_app, sock, settings, start_others=start_others))
     finally:
@@ -146,6 +149,19 @@ def run_server(
         logging.shutdown()
         end_process(code)
     return code
+
+
+def run_api_server(launch: Launch, channel: Connection) -> None:
+    """Runs an API server process besides the first one, to which `channel` leads. Does not return."""
+    orders = DrainOrders(channel)
+    launch.prepare()
+    try:
+        code = asyncio.run(serve(launch.make_engine(), launch.make_app, launch.sock, launch.settings, orders))
+    except Exception:
+        logger.exception("%s failed", launch.name)
+        code = 1
+    logging.shutdown()
+    end_process(code)
 
 
 async def serve(
