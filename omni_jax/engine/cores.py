@@ -1,5 +1,6 @@
 """Makes the engine cores of an engine: in threads of this process, in processes of their own, or those of another."""
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -60,9 +61,13 @@ def process_cores(
 
 
 def link(config: EngineConfig, cores: Sequence[OwnedCore], client: int) -> CoreLink:
-    """What client number `client` needs to attach to running cores."""
+    """What client number `client` needs to attach to running cores.
+
+    It has a seed of its own: with the same one, the clients would give the same seeds to their requests.
+    """
+    seed = None if config.seed is None else config.seed + client
     return CoreLink(
-        config=config,
+        config=dataclasses.replace(config, seed=seed),
         directory=cores[0].directory,
         client=client,
         cores=tuple(core.link() for core in cores),

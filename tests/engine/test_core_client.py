@@ -8,16 +8,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from benchmarks.host import stand_in
 from omni_jax.engine import core_client, core_process, loading
-from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.core_client import AttachedCore, Inbox, OwnedCore
 from omni_jax.engine.core_loop import CoreLoop
-from omni_jax.engine.core_process import OWNER, Outbox, Pauses
+from omni_jax.engine.core_process import OWNER, Outbox, Pauses, Started
 from omni_jax.engine.core_thread import ThreadCore
+from omni_jax.engine.cores import link
 from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.engine.dispatcher import Dispatcher
 from omni_jax.engine.engine import Engine
@@ -206,6 +208,14 @@ def test_a_core_that_was_replaced_unnoticed_has_lost_its_requests(attached):
     core.take(8, Ready())
     assert [type(message) for message in received] == [Failed, Ready]
     assert (received[0].final, core.pid) == (False, 8)
+
+
+def test_clients_give_different_seeds_to_their_requests(config, inbox):
+    core = OwnedCore(0, config, inbox, lambda *_: None, clients=3, progress=None, prepare=None)
+    core.started = Started(info=cast(EngineInfo, None), vision=None)
+    for seed, expected in ((5, [6, 7]), (None, [None, None])):
+        config = EngineConfig(**{**vars(config), "seed": seed})
+        assert [link(config, [core], client).config.seed for client in (1, 2)] == expected
 
 
 def test_an_owner_tells_the_others_of_each_end(config, inbox, monkeypatch):
