@@ -24,7 +24,7 @@ from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.engine.dispatcher import Dispatcher
 from omni_jax.engine.engine import Engine
 from omni_jax.engine.messages import Abort, Add, End, Failed, Outputs, Ready, SequenceOutput, Status
-from omni_jax.requests import InvalidRequest
+from omni_jax.requests import EngineError, InvalidRequest
 from tests.engines import greedy, request
 
 A, B, C = (int(token) for token in stand_in.LETTERS[:3])
@@ -147,6 +147,44 @@ def test_an_output_that_an_engine_cannot_process_ends_its_request_in_the_core(co
         deltas += engine.step()
     assert [delta.finish_reason for delta in deltas] == ["error"]
     assert engine.stats().num_requests_running == 0
+
+
+def test_the_load_of_a_core_is_that_of_its_live_requests(config, engine):
+    """Otherwise the router avoids a core for ever."""
+    cores = [FakeCore(engine, 0), FakeCore(engine, 1)]
+    dispatcher = Dispatcher(config, cores, lambda deltas: None)
+    for name in "abcd":
+        dispatcher.submit(request(name, 9, greedy(n=2)))
+    assert [len(core.added) for core in cores] == [2, 2]
+    for index in range(2):
+        outputs = [SequenceOutput(name, index, finish_reason="length") for core in cores for name in core.added]
+        dispatcher.receive(cores[0], Outputs(outputs))
+    assert dispatcher._loads == {0: 0, 1: 0}
+    dispatcher.submit(request("shown", 9))
+    [core] = (core for core in cores if len(core.added) == 3)
+    dispatcher.receive(core, Outputs([SequenceOutput(core.added[-1], 0, A)]))
+    dispatcher.receive(core, Failed("it has ended", final=True))
+    assert dispatcher._loads == {0: 0, 1: 0}
+
+
+def test_a_request_that_has_shown_output_or_lost_two_cores_ends_with_a_failed_core(dispatched):
+    """Its tokens are lost; and it may be what makes cores fail."""
+    dispatcher, core, deltas = dispatched
+    dispatcher.submit(request("shown", 9))
+    dispatcher.submit(request("new", 9))
+    dispatcher.receive(core, Outputs([SequenceOutput(core.added[0], 0, A)]))
+    deltas.clear()
+    dispatcher.receive(core, Failed("it has ended", final=False))
+    assert [(delta.request_id, delta.finish_reason) for delta in deltas] == [("shown", "error")]
+    dispatcher.receive(core, Ready())
+    assert len(core.added) == 3
+    dispatcher.receive(core, Failed("it has ended", final=False))
+    assert [(delta.request_id, delta.finish_reason) for delta in deltas[1:]] == [("new", "error")]
+    dispatcher.submit(request("held", 9))
+    dispatcher.receive(core, Failed("it is not started again", final=True))
+    assert deltas[-1].request_id == "held"
+    with pytest.raises(EngineError, match="not started again"):
+        dispatcher.submit(request("late", 9))
 
 
 # -- the client of a process ------------------------------------------------------------------------------------------
