@@ -1,5 +1,6 @@
 """Ends a command on SIGINT (Ctrl-C) and SIGTERM, whatever it does: import, load weights, compile, download."""
 
+import atexit
 import contextlib
 import os
 import select
@@ -16,6 +17,7 @@ _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 _running = False  # whether `run` was called
 _received: int | None = None  # the first signal
+_at_end: list[Callable[[], object]] = []
 
 
 def run(command: Callable[[], object]) -> NoReturn:
@@ -55,8 +57,24 @@ def leave_to_python() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: end_process(128 + number))
 
 
+def at_end(function: Callable[[], object]) -> None:
+    """Calls a function when Python exits or `end_process` is called: one that ends what would outlive this process."""
+    _at_end.append(function)
+    atexit.register(function)
+
+
+def not_at_end(function: Callable[[], object]) -> None:
+    """Takes an `at_end` back."""
+    with contextlib.suppress(ValueError):
+        _at_end.remove(function)
+    atexit.unregister(function)
+
+
 def end_process(code: int) -> NoReturn:
     """Ends the process without waiting for its threads. What was printed and logged is not lost."""
+    for function in _at_end:
+        with contextlib.suppress(Exception):
+            function()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or its reader has gone
             stream.flush()

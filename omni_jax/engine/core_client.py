@@ -49,6 +49,7 @@ from omni_jax.engine.messages import (
 )
 from omni_jax.engine.stats import EngineStats
 from omni_jax.engine.tokenizer import read_tokenizer
+from omni_jax.interrupts import at_end, not_at_end
 from omni_jax.progress import StageReport
 from omni_jax.requests import EngineError
 from omni_jax.telemetry.recorder import Recorder, RecorderState
@@ -92,7 +93,7 @@ class AttachedCore:
         self.index, self.pid = index, 0
         self.ready: concurrent.futures.Future[Served] = concurrent.futures.Future()
         self._config, self._inbox, self._receive = config, inbox, receive
-        self._lock = threading.Lock()  # of the socket
+        self._lock = threading.RLock()  # of the socket
         self._socket: zmq.Socket | None = None
         self._encoder, self._sent = Encoder(), 0
         self._status, self._heard = Status(waiting=0, received=0, stalled=0.0), time.monotonic()
@@ -147,10 +148,7 @@ class AttachedCore:
     def stop(self) -> None:
         """Detach from the core."""
         self._inbox.remove(self)
-        with self._lock:
-            if self._socket is not None:
-                self._socket.close(linger=1000)
-                self._socket = None
+        self._close(linger=1000)
 
     def join(self) -> None:
         """Wait until the core is detached."""
@@ -184,8 +182,7 @@ class AttachedCore:
         with self._lock:
             if pid == self.pid:
                 return
-            if self._socket is not None:
-                self._socket.close(linger=0)
+            self._close(linger=0)
             self._socket = self._inbox.context.socket(zmq.PUSH)
             self._socket.set_hwm(0)
             self._socket.connect(core_address(self._inbox.directory, self.index))
@@ -202,15 +199,25 @@ class AttachedCore:
     def look_after(self) -> None:
         """Called now and then."""
 
+    def end(self) -> None:
+        """End what would outlive this process."""
+
+    def _close(self, *, linger: int) -> None:
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close(linger=linger)
+                self._socket = None
+
     def _lost(self, reason: str, *, final: bool) -> None:
         """The core has stopped."""
+        self._close(linger=0)  # it would send to the core's successor what this one has not read
         self.pid = 0
         for asked in list(self._asked.values()):
             asked.cancel()
         self._receive(self, Failed(reason, final))
 
     def _ask(self, *, window: bool) -> None:
-        if not self.pid:
+        if not self.pid or time.monotonic() - self._heard > ANSWER_SECONDS:  # it would not answer either
             return
         number = next(self._numbers)
         asked = self._asked[number] = concurrent.futures.Future()
@@ -268,6 +275,12 @@ class OwnedCore(AttachedCore):
         atexit.unregister(self._kill)
         super().stop()
         super().join()
+
+    def end(self) -> None:
+        """Kill the process: this one ends."""
+        self._stopping = True
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
 
     @property
     def sentinel(self) -> int | None:
@@ -331,7 +344,11 @@ class OwnedCore(AttachedCore):
 
     def _await_start(self, process: BaseProcess, pipe: Connection, theirs: Connection) -> None:
         """Start the process and follow its progress until it is ready or has failed."""
-        process.start()
+        try:
+            process.start()
+        except Exception as error:  # noqa: BLE001  no memory or file descriptor is left, for example
+            self._did_not_start(EngineError(f"the engine core's process could not be started: {error}"))
+            return
         theirs.close()
         if self._stopping:
             self._kill()
@@ -348,13 +365,17 @@ class OwnedCore(AttachedCore):
             self.attach(process.pid)
             if not self.ready.done():
                 self._finish(message)
-        elif not self.ready.done():
-            if self.ready.set_running_or_notify_cancel():
-                self.ready.set_exception(message)
         else:
-            logger.error("the engine core could not be started again: %s", message)
-            self._receive(self, Failed(str(message)))
-            self._tell_others(str(message), final=True)
+            self._did_not_start(message)
+
+    def _did_not_start(self, error: BaseException) -> None:
+        if not self.ready.done():
+            if self.ready.set_running_or_notify_cancel():
+                self.ready.set_exception(error)
+        else:
+            logger.error("the engine core could not be started again: %s", error)
+            self._receive(self, Failed(str(error)))
+            self._tell_others(str(error), final=True)
 
     def _finish(self, started: Started) -> None:
         try:
@@ -396,6 +417,7 @@ class Inbox:
         self._socket.set_hwm(0)
         self._socket.bind(client_address(directory, client))
         self._thread = threading.Thread(target=self._run, name="cores", daemon=True)
+        at_end(self._end)
 
     def add(self, core: AttachedCore) -> None:
         """Receive for a core."""
@@ -412,8 +434,14 @@ class Inbox:
         if not self._cores and self._thread.ident is not None:
             self._thread.join()
             self.context.destroy(linger=1000)
-            if self.client == 0:
-                shutil.rmtree(self.directory, ignore_errors=True)
+            not_at_end(self._end)
+            self._end()
+
+    def _end(self) -> None:
+        for core in self._cores.values():
+            core.end()
+        if self.client == 0:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def served(self, config: EngineConfig, started: Started) -> Served:
         """What a core serves. The tokenizer is read once."""

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -131,7 +132,7 @@ def run_core(launch: Launch, pipe: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     if launch.prepare is not None:
         launch.prepare()
-    threading.Thread(target=_end_with, args=(pipe,), name="parent", daemon=True).start()
+    threading.Thread(target=_end_with, args=(pipe, launch), name="parent", daemon=True).start()
     _choose_devices(launch)
     sys.setswitchinterval(_SWITCH_SECONDS)
 
@@ -193,10 +194,11 @@ def _receive(context: zmq.Context, inbox: zmq.Socket, loop: "CoreLoop", launch: 
                     sent[client] = status, now
 
 
-def _end_with(pipe: Connection) -> None:
-    """End this process when the other end of the pipe is closed: nobody needs it any more."""
+def _end_with(pipe: Connection, launch: Launch) -> None:
+    """End this process when the other end of the pipe is closed: nobody needs it any more, nor its sockets."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
+    shutil.rmtree(launch.directory, ignore_errors=True)
     end_process(1)
 
 

@@ -179,6 +179,7 @@ class Dispatcher:
         if live.core is None:
             self._forward(self._outputs.end(live.core_id, "abort"))
         else:
+            live.request = None  # nobody needs it on another core, if this one fails before it has read this
             live.core.send(Abort([live.core_id]))
 
     def reset_prefix_cache(self) -> None:

@@ -2,20 +2,25 @@
 
 import asyncio
 import contextlib
+import errno
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.host import stand_in
 from checkpoints.errors import CheckpointError
-from omni_jax.engine import loading
+from omni_jax.engine import core_client, loading
 from omni_jax.engine.async_engine import AsyncEngine
 from omni_jax.engine.config import EngineConfig
+from omni_jax.engine.core_client import AttachedCore
 from omni_jax.engine.cores import attached_cores, process_cores
 from omni_jax.engine.dispatcher import LOST
 from omni_jax.engine.engine import Engine
@@ -23,6 +28,7 @@ from omni_jax.requests import EngineError, InvalidRequest, SamplingParams
 from tests.engine.test_async_engine import collect, idle
 from tests.engines import greedy, request, run
 
+MANY = 300
 SLOW = 0.05  # seconds a step, where a test must catch a request while it runs
 
 
@@ -102,6 +108,9 @@ async def test_a_core_that_dies_or_hangs_is_replaced_and_what_has_shown_nothing_
             pid = core_pid(engine)
             os.kill(pid, number)
             waiting = engine.submit(request("waiting", 20, greedy(max_tokens=3)))
+            # More than the buffers of a socket hold; the next core must get each once.
+            many = [engine.submit(request(str(i), 500, greedy(max_tokens=1))) for i in range(MANY)]
+            engine.abort("0")
             [answer] = (await collect(shown)).values()
             assert (answer.finish_reason, answer.error) == ("error", LOST)
             with pytest.raises(EngineError, match=name):
@@ -110,6 +119,8 @@ async def test_a_core_that_dies_or_hangs_is_replaced_and_what_has_shown_nothing_
             engine.abort("held")
             assert (await collect(held))[0].finish_reason == "abort"
             assert (await collect(waiting))[0].finish_reason == "length"
+            reasons = [(await collect(stream))[0].finish_reason for stream in many]
+            assert reasons == ["error", *["length"] * (MANY - 1)]  # the first was aborted, so it was not tried again
             engine.check_health()
             assert core_pid(engine) != pid
             await gone(pid)
@@ -171,12 +182,13 @@ async def test_all_clients_hear_that_no_core_comes_back(config, tmp_path):
 
 
 OWNER = """
-import asyncio, sys, time
+import asyncio, sys
 from functools import partial
 from benchmarks.host import stand_in
 from omni_jax.engine.async_engine import AsyncEngine
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.cores import process_cores
+from omni_jax.interrupts import end_process
 
 async def main():
     engine = AsyncEngine(
@@ -184,23 +196,58 @@ async def main():
     )
     await engine.start()
     print(engine._cores[0].pid, flush=True)
-    time.sleep(600)
+    END
 
 if __name__ == "__main__":
     asyncio.run(main())
 """
 
 
-async def test_a_core_ends_with_its_owner(config, tmp_path):
-    program = tmp_path / "owner.py"
-    program.write_text(OWNER)
+@pytest.mark.parametrize("end", ["await asyncio.sleep(600)", "end_process(3)", "raise SystemExit(3)"])
+async def test_what_a_core_has_ends_with_its_owner_however_that_ends(config, tmp_path, end):
+    program, temporary = tmp_path / "owner.py", tmp_path / "tmp"
+    temporary.mkdir()
+    program.write_text(OWNER.replace("END", end))
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen(
         [sys.executable, str(program), str(config.model_dir)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(temporary)},
     ) as owner:
         assert owner.stdout is not None
         pid = int(await asyncio.to_thread(owner.stdout.readline))
-        owner.kill()
+        if end.startswith("await"):
+            owner.kill()
+        assert await asyncio.to_thread(owner.wait) in (3, -signal.SIGKILL)
         await gone(pid)
+        assert not list(temporary.glob("omni-jax-*"))
+
+
+async def test_a_core_is_not_to_blame_for_the_time_in_which_its_client_was_stopped(config, monkeypatch):
+    async with started(config) as engine:
+        core, late = engine._cores[0], 0.0
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late)
+        monkeypatch.setattr(core_client, "time", clock)
+        late = 1000.0
+        pid = core.pid
+        answers = await collect(engine.submit(request("after", 20, greedy(max_tokens=3))))
+        assert (answers[0].finish_reason, core.pid) == ("length", pid)
+
+
+def test_a_core_that_says_nothing_is_not_asked_for_statistics(config):
+    core = AttachedCore(0, config, inbox=None, receive=None)
+    core.pid, core._heard = 1, -1000.0
+    core.stats()
+    core.records(window=True)
+    assert next(core._numbers) == 0, "each question would wait for ANSWER_SECONDS"
+
+
+async def test_a_process_that_cannot_be_started_is_an_error(config, monkeypatch):
+    def start(process):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", start)
+    engine = AsyncEngine(config, make_cores=process_cores)
+    with pytest.raises(EngineError, match=r"could not be started: .*Cannot allocate memory"):
+        await engine.start()
+    await engine.stop()
