@@ -52,6 +52,8 @@ class CoreLoop:
 
     def put(self, client: int, message: ToCore) -> None:
         """Give the core a message of a client."""
+        if not self.busy:  # `status` may be asked before the loop has woken
+            self._progressed = time.monotonic()
         self._received[client] += 1
         self._messages.append((client, message))
         self._wake.set()
