@@ -183,9 +183,9 @@ class AttachedCore:
             if pid == self.pid:
                 return
             self._close(linger=0)
-            self._socket = self._inbox.context.socket(zmq.PUSH)
-            self._socket.set_hwm(0)
-            self._socket.connect(core_address(self._inbox.directory, self.index))
+            self._socket = socket = self._inbox.context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            socket.connect(core_address(self._inbox.directory, self.index))
             self._sent, self._status = 0, Status(waiting=0, received=0, stalled=0.0)
             self.pid, self._heard = pid, time.monotonic()
 

@@ -230,6 +230,15 @@ def test_outputs_of_a_core_that_has_ended_are_not_taken(attached):
     assert received[1:] == [Ready(), late]
 
 
+def test_what_a_core_has_not_read_is_not_sent_to_its_successor(attached):
+    """A socket connects again by itself, and sends what waits."""
+    core, _ = attached()
+    core.send(Abort(["a"]))
+    assert core._socket is not None
+    core.take(7, Failed("was ended by signal 9", final=False))
+    assert core._socket is None
+
+
 def test_vllm_18577_other_clients_hear_that_no_core_comes_back(attached):
     """Also with restart_core, which ends after a few attempts: their requests must not wait for ever."""
     core, received = attached()

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +16,19 @@ import pytest
 
 from benchmarks.host import stand_in
 from checkpoints.errors import CheckpointError
-from omni_jax.engine import core_client, loading
+from omni_jax.engine import loading
 from omni_jax.engine.async_engine import AsyncEngine
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.core_client import AttachedCore
+from omni_jax.engine.core_loop import CoreLoop
 from omni_jax.engine.cores import attached_cores, process_cores
 from omni_jax.engine.dispatcher import LOST
 from omni_jax.engine.engine import Engine
+from omni_jax.engine.messages import ResetPrefixCache
 from omni_jax.requests import EngineError, InvalidRequest, SamplingParams
 from tests.engine.test_async_engine import collect, idle
 from tests.engines import greedy, request, run
 
-MANY = 300
 SLOW = 0.05  # seconds a step, where a test must catch a request while it runs
 
 
@@ -108,9 +108,8 @@ async def test_a_core_that_dies_or_hangs_is_replaced_and_what_has_shown_nothing_
             pid = core_pid(engine)
             os.kill(pid, number)
             waiting = engine.submit(request("waiting", 20, greedy(max_tokens=3)))
-            # More than the buffers of a socket hold; the next core must get each once.
-            many = [engine.submit(request(str(i), 500, greedy(max_tokens=1))) for i in range(MANY)]
-            engine.abort("0")
+            unwanted = engine.submit(request("unwanted", 20, greedy(max_tokens=3)))
+            engine.abort("unwanted")  # read by no core; the next one must not compute it
             [answer] = (await collect(shown)).values()
             assert (answer.finish_reason, answer.error) == ("error", LOST)
             with pytest.raises(EngineError, match=name):
@@ -119,8 +118,7 @@ async def test_a_core_that_dies_or_hangs_is_replaced_and_what_has_shown_nothing_
             engine.abort("held")
             assert (await collect(held))[0].finish_reason == "abort"
             assert (await collect(waiting))[0].finish_reason == "length"
-            reasons = [(await collect(stream))[0].finish_reason for stream in many]
-            assert reasons == ["error", *["length"] * (MANY - 1)]  # the first was aborted, so it was not tried again
+            assert (await collect(unwanted))[0].finish_reason == "error"
             engine.check_health()
             assert core_pid(engine) != pid
             await gone(pid)
@@ -223,15 +221,13 @@ async def test_what_a_core_has_ends_with_its_owner_however_that_ends(config, tmp
         assert not list(temporary.glob("omni-jax-*"))
 
 
-async def test_a_core_is_not_to_blame_for_the_time_in_which_its_client_was_stopped(config, monkeypatch):
-    async with started(config) as engine:
-        core, late = engine._cores[0], 0.0
-        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late)
-        monkeypatch.setattr(core_client, "time", clock)
-        late = 1000.0
-        pid = core.pid
-        answers = await collect(engine.submit(request("after", 20, greedy(max_tokens=3))))
-        assert (answers[0].finish_reason, core.pid) == ("length", pid)
+def test_a_core_that_was_idle_for_long_does_not_hang_when_a_request_comes():
+    loop = CoreLoop(SimpleNamespace(has_work=False, num_waiting=0, patience=30.0), emit=None)
+    loop._progressed -= 1000.0
+    loop.put(0, ResetPrefixCache())  # no thread runs the loop, so it has not woken yet
+    assert loop.status(0).stalled == 0.0
+    loop._progressed -= 1000.0
+    assert loop.status(0).stalled > 1000.0
 
 
 def test_a_core_that_says_nothing_is_not_asked_for_statistics(config):
