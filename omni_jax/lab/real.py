@@ -64,7 +64,7 @@ class RealBackend:
 
     def step_times(self) -> Mapping[str, Any] | None:
         """See Backend."""
-        return json.loads(self._engine(self._experiment.baseline_arm).cost.to_json())
+        return json.loads(self._engine(self._experiment.baseline_arm).core.cost.to_json())
 
     def _engine(self, arm: Arm) -> Engine:
         shared: dict[str, Any] = {name: v for name, v in vars(self._experiment.engine).items() if v is not None}
