@@ -13,7 +13,7 @@ from omni_jax.scheduling.queues import Line, Queues
 from omni_jax.scheduling.scheduler import Scheduler
 from tests.engines import assert_idle, greedy, load_tiny, make_engine, request, run
 
-INSIDE = [(Scheduler, "add"), (core_module, "with_deadlines"), (Preemption, "enqueue"), (Queues, "add"), (Line, "put")]
+INSIDE = [(Scheduler, "add"), (core_module, "with_deadlines"), (Preemption, "requeue"), (Queues, "add"), (Line, "put")]
 BEFORE = [(InputProcessor, "check"), (InputProcessor, "cut"), (OutputProcessor, "add")]
 
 

@@ -128,7 +128,7 @@ def test_pre_03_a_partial_stop_string_survives_preemption(main):
 
 def test_pre_03_a_prompt_preempted_while_it_is_scored_is_scored_once(main):
     """Seven growing sequences take the blocks of a long prompt that is computed three tokens at a time."""
-    growing = [request(f"growing {i}", 15, greedy(max_tokens=60)) for i in range(7)]
+    growing = [request(f"growing {i}", [7 + i, *tiny.prompt(14)], greedy(max_tokens=60)) for i in range(7)]
     scored = request("scored", 150, greedy(max_tokens=5, prompt_logprobs=3, logprobs=0))
     engine = make_engine(main, max_num_batched_tokens=10, num_blocks=32, max_model_len=31 * 16)
     answers = run(engine, *growing, scored)
