@@ -123,7 +123,7 @@ class AsyncEngine:
     def check_queue(self) -> None:
         """Raise what `submit` would raise for any request now: Unavailable or EngineError.
 
-        For callers that prepare a request at some cost, such as fetching its images.
+        For callers that prepare a request at some cost, such as fetching its images. Thread-safe.
         """
         self._running.check_alive()
         if self._draining:

@@ -87,7 +87,8 @@ class _Live:
 
 
 class Dispatcher:
-    """Use it in one thread; `inputs`, `stats`, `core_stats` and `recorder` are thread-safe.
+    """Use it in one thread; `inputs`, `num_waiting`, `check_alive`, `stats`, `core_stats` and `recorder` are
+    thread-safe.
 
     Cores know a request by an id of its own, made from its name. So a name can be used again as soon as its request has
     ended here, though a core may still send outputs of it; and by several clients.
@@ -127,13 +128,13 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         """Number of sequences that wait, and of requests that are on their way to a core."""
-        held = sum(live.core is None for live in self._live.values()) if self._restarting else 0
+        held = sum(live.core is None for live in list(self._live.values())) if self._restarting else 0
         return held + sum(core.status().waiting for core in self._alive())
 
     def check_alive(self) -> None:
         """Raise EngineError if all cores have failed, and none is being started in their place."""
         if not self._alive() and not self._restarting:
-            raise EngineError(self.failures[min(self.failures)])
+            raise EngineError(next(iter(self.failures.values()), LOST))
 
     def submit(self, request: Request) -> None:
         """Submit a request to a core.

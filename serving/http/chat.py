@@ -7,12 +7,13 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct
 
+from omni_jax.inputs.image import MediaItem
 from omni_jax.inputs.prompt import Prompt
 from omni_jax.requests import Delta, TokenLogprob
 from serving.http.engine_streams import PromptDelta
 from serving.http.generation import Call, Endpoint, generate, stream_chunks
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
-from serving.http.prompts import render
+from serving.http.prompts import parts_to_load, render
 from serving.http.request_models import ChatRequest
 from serving.http.response_models import (
     ChatChoice,
@@ -31,8 +32,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await generate(request, _ENDPOINT)
 
 
-async def _prompts(server: Server, request: ChatRequest, body: Mapping[str, Any]) -> list[Prompt]:
-    return [await render(server, request, body)]
+def _prompts(server: Server, request: ChatRequest, body: Mapping[str, Any], items: Sequence[MediaItem]) -> list[Prompt]:
+    return [render(server, request, body, items)]
 
 
 def _response(server: Server, call: Call[ChatRequest], deltas: Sequence[PromptDelta], usage: Usage) -> ChatCompletion:
@@ -87,6 +88,7 @@ def _chunks(
 _ENDPOINT = Endpoint(
     request_type=ChatRequest,
     id_prefix="chatcmpl",
+    parts_to_load=parts_to_load,
     make_prompts=_prompts,
     make_response=_response,
     make_chunks=_chunks,

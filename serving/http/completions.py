@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct
 
+from omni_jax.inputs.image import MediaItem
 from omni_jax.inputs.prompt import Prompt
 from omni_jax.requests import Delta
 from serving.http.engine_streams import PromptDelta
@@ -28,12 +29,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await generate(request, _ENDPOINT)
 
 
-async def _prompts(server: Server, request: CompletionRequest, body: Mapping[str, Any]) -> list[Prompt]:
-    def encode_all() -> list[Prompt]:
-        special = request.add_special_tokens is not False
-        return [encode(server, prompt, param="prompt", add_special_tokens=special) for prompt in request.prompts()]
-
-    return await server.in_thread(encode_all)
+def _prompts(
+    server: Server, request: CompletionRequest, body: Mapping[str, Any], items: Sequence[MediaItem]
+) -> list[Prompt]:
+    special = request.add_special_tokens is not False
+    return [encode(server, prompt, param="prompt", add_special_tokens=special) for prompt in request.prompts()]
 
 
 def _response(
@@ -126,6 +126,7 @@ class _ChoiceWriter:
 _ENDPOINT = Endpoint(
     request_type=CompletionRequest,
     id_prefix="cmpl",
+    parts_to_load=lambda server, request: [],
     make_prompts=_prompts,
     make_response=_response,
     make_chunks=_chunks,

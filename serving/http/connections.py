@@ -1,7 +1,10 @@
 """Connections of clients: time limits, malformed requests and the access log."""
 
 import asyncio
+import collections
+import functools
 import logging
+from collections.abc import Callable
 from email.utils import formatdate
 from typing import Any, cast
 
@@ -19,6 +22,8 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # need no API key: for probes and scrapers
 MAX_LOGGED_PATH = 200  # characters
 _BACKLOG = 1024
+_ACCEPTED_AT_ONCE = 16  # connections in one iteration of the event loop
+_MAX_HELD = 2**16  # bytes of a request that waits for its turn
 
 
 async def listen(runner: web.AppRunner, sock: Any, settings: ServerSettings) -> asyncio.Server:
@@ -29,10 +34,38 @@ async def listen(runner: web.AppRunner, sock: Any, settings: ServerSettings) -> 
     server = runner.server
     assert server is not None
     loop = asyncio.get_running_loop()
-    at_a_time = 1 if settings.api_server_count > 1 else _BACKLOG
-    listener = await loop.create_server(lambda: Connection(server, settings), sock=sock, backlog=at_a_time)
+    turns = Turns(loop)
+    at_a_time = 1 if settings.api_server_count > 1 else _ACCEPTED_AT_ONCE
+    listener = await loop.create_server(lambda: Connection(server, settings, turns), sock=sock, backlog=at_a_time)
     sock.listen(_BACKLOG)  # asyncio has one number for the connections that may wait and those that it accepts in a row
     return listener
+
+
+class Turns:
+    """Calls functions in order, one in each iteration of the event loop.
+
+    The loop looks at its sockets once in an iteration. So if thousands of clients send or leave at once, the next one
+    that asks for something cheap still gets it soon.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._waiting: collections.deque[Callable[[], object]] = collections.deque()
+        self._taken = False  # whether the turn of this iteration is taken
+
+    def take(self, function: Callable[[], object]) -> None:
+        """Calls a function, at once if nobody has a turn in this iteration."""
+        if self._taken:
+            self._waiting.append(function)
+            return
+        self._taken = True
+        self._loop.call_soon(self._next)
+        function()
+
+    def _next(self) -> None:
+        self._taken = False
+        if self._waiting:
+            self.take(self._waiting.popleft())
 
 
 class Connection(web.RequestHandler):
@@ -40,9 +73,12 @@ class Connection(web.RequestHandler):
 
     A client that does not send a whole head in time, or does not read what it was sent, loses its connection, so that
     it holds neither a file descriptor nor memory. Handlers limit the time of a body (`wire.read_body`).
+
+    A request begins in its turn, and a lost connection is dealt with in its turn, which is what costs time. A GET waits
+    for none, so that probes and scrapers get their answers while thousands of requests arrive.
     """
 
-    def __init__(self, server: web.Server, settings: ServerSettings):
+    def __init__(self, server: web.Server, settings: ServerSettings, turns: Turns):
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -51,7 +87,8 @@ class Connection(web.RequestHandler):
             access_log_class=AccessLogger,
             auto_decompress=False,  # it runs on the event loop; see wire.read_body
         )
-        self._settings = settings
+        self._settings, self._turns = settings, turns
+        self._held: bytearray | None = None  # what was read of a request that waits for its turn
         self._socket: asyncio.Transport | None = None  # until it is closed; `transport` is until it closes
         self._handling = self._began = False  # whether a request is handled; whether any byte of a head was read
         self._head_timer: asyncio.TimerHandle | None = None
@@ -64,13 +101,34 @@ class Connection(web.RequestHandler):
         self._expect_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        super().connection_lost(exc)
         self._socket = None
         for timer in (self._head_timer, self._send_timer):
             if timer is not None:
                 timer.cancel()
+        self._turns.take(functools.partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
+        if self._held is not None:
+            self._held += data
+            if len(self._held) > _MAX_HELD and self._socket is not None:
+                self._socket.pause_reading()
+        elif self._handling or self._began or data.startswith(b"GET "):
+            self._read(data)
+        else:
+            self.keep_alive(True)  # stops its timer, which would close a connection that waits for its turn
+            self._held = bytearray(data)
+            self._turns.take(self._begin)
+
+    def _begin(self) -> None:
+        """Begins to read a request whose turn it is."""
+        assert self._held is not None
+        data, self._held = bytes(self._held), None
+        if self._socket is not None:  # otherwise the client has left
+            if len(data) > _MAX_HELD:
+                self._socket.resume_reading()
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
         if not self._handling:
             self._began = True
             if self._head_timer is None:  # of the first request it runs since the connection was made
@@ -144,7 +202,7 @@ class Connection(web.RequestHandler):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        if self._handling or self._socket is None:
+        if self._handling or self._socket is None or self._held is not None:
             return
         if self._began:  # otherwise it sent nothing, and does not wait for an answer
             seconds = self._settings.header_timeout

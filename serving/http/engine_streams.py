@@ -24,18 +24,22 @@ def check_open(server: Server) -> None:
 
 
 @contextlib.asynccontextmanager
-async def stream_deltas(server: Server, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[list[PromptDelta]]]:
+async def stream_deltas(
+    server: Server, requests: Sequence[Request], *, ends_only: bool = False
+) -> AsyncIterator[AsyncIterator[list[PromptDelta]]]:
     """Submits `requests` and yields an iterator over batches of their deltas.
 
     A batch holds everything that has arrived since the last one, merged into one delta per choice, so a slow reader
-    catches up in a few large batches. On exit (end, error or client disconnect), unfinished requests are aborted.
+    catches up in a few large batches. With `ends_only`, a batch comes when a choice has ended, so a reader who needs
+    whole answers does not wake for every token. On exit (end, error or client disconnect), unfinished requests are
+    aborted.
 
     Raises:
         InvalidRequest, Unavailable, EngineError: from the engine on submission.
         ApiError, Unavailable: from the iterator, if the engine ends a choice with an error or because it stops.
     """
     check_open(server)
-    arrivals = _Arrivals()
+    arrivals = _Arrivals(ends_only)
     answers: list[_Answer] = []
     try:
         for position, request in enumerate(requests):
@@ -52,15 +56,21 @@ async def stream_deltas(server: Server, requests: Sequence[Request]) -> AsyncIte
 
 
 class _Arrivals:
-    """Deltas of one API request that nobody has read yet."""
+    """Deltas of one API request that nobody has read yet.
 
-    def __init__(self):
+    Args:
+        ends_only: whether `take` waits for the end of a choice.
+    """
+
+    def __init__(self, ends_only: bool):
+        self._ends_only = ends_only
         self._deltas: list[PromptDelta] = []
         self._some = asyncio.Event()
 
     def put(self, item: PromptDelta) -> None:
         self._deltas.append(item)
-        self._some.set()
+        if not self._ends_only or item[1].finish_reason is not None:
+            self._some.set()
 
     async def take(self) -> list[PromptDelta]:
         """Waits until there are any, and takes all of them."""

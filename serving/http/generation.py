@@ -13,11 +13,14 @@ from typing import Any, Generic, TypeVar
 from aiohttp import web
 from msgspec import Struct
 
+from omni_jax.inputs.chat import MediaPart
+from omni_jax.inputs.image import MediaItem
 from omni_jax.inputs.prompt import Prompt
 from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import Delta, Request
 from serving.http.engine_streams import PromptDelta, check_open, merged, stream_deltas
 from serving.http.errors import ARRIVAL, REQUEST_ID, bounded_repr
+from serving.http.prompts import load
 from serving.http.request_models import GenerationRequest, ignored_fields, read_object, validate
 from serving.http.response_models import PromptTokensDetails, Usage
 from serving.http.sampling import sampling_params
@@ -63,14 +66,17 @@ class Endpoint(Generic[R]):
     Attributes:
         request_type: model of the JSON body.
         id_prefix: start of response ids.
-        make_prompts: (server, API request, JSON body) -> prompts, one engine request each.
+        parts_to_load: (server, API request) -> images and videos that `make_prompts` needs. Runs in a thread.
+        make_prompts: (server, API request, JSON body, what was loaded) -> prompts, one engine request each. Runs in a
+            thread.
         make_response: (server, call, one delta per choice, usage) -> whole response. Runs in a thread.
         make_chunks: (server, call, batches) -> batches of chunks of a stream; see `stream_chunks`.
     """
 
     request_type: type[R]
     id_prefix: str
-    make_prompts: Callable[[Server, R, Mapping[str, Any]], Awaitable[Sequence[Prompt]]]
+    parts_to_load: Callable[[Server, R], Sequence[MediaPart]]
+    make_prompts: Callable[[Server, R, Mapping[str, Any], Sequence[MediaItem]], Sequence[Prompt]]
     make_response: Callable[[Server, Call[R], Sequence[PromptDelta], Usage], Struct]
     make_chunks: Callable[[Server, Call[R], AsyncIterator[list[PromptDelta]]], AsyncGenerator[list[Struct], None]]
 
@@ -79,7 +85,7 @@ async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamR
     """Answers a POST to `endpoint`, whole or as a stream."""
     server = request.app[SERVER]
     call = await _prepare(server, endpoint, request)
-    async with stream_deltas(server, call.engine_requests) as batches:
+    async with stream_deltas(server, call.engine_requests, ends_only=not call.request.stream) as batches:
         if call.request.stream:
             return await serve_events(request, endpoint.make_chunks(server, call, batches))
         deltas = [delta async for batch in batches for delta in batch]
@@ -87,29 +93,50 @@ async def generate(request: web.Request, endpoint: Endpoint[Any]) -> web.StreamR
 
 
 async def _prepare(server: Server, endpoint: Endpoint[R], http: web.Request) -> Call[R]:
-    body, request, model = await server.in_thread(_read_request, server, endpoint.request_type, await read_body(http))
+    """Reads a request and makes its prompts in one visit to a thread, or in two if it has images to load between."""
+    read = await server.in_turn(_read, server, endpoint, http, await read_body(http))
+    if isinstance(read, Call):
+        return read
+    items = await load(server, read.parts)
+    return await server.in_turn(_call, server, endpoint, http, read, items)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Read(Generic[R]):
+    """The JSON body, the API request in it, the model name to answer under, and what must be loaded."""
+
+    body: dict[str, Any]
+    request: R
+    model: str
+    parts: Sequence[MediaPart]
+
+
+def _read(server: Server, endpoint: Endpoint[R], http: web.Request, raw: bytes) -> Call[R] | _Read[R]:
+    """The call, or what was read of it if images must be loaded first."""
+    body = read_object(raw)
+    request = validate(endpoint.request_type, body)
+    model = server.model_name(request.model)
     name_request(http, request.request_id)
-    check_open(server)  # before media are fetched and texts tokenised; submission checks again
     if ignored := ignored_fields(endpoint.request_type, body):
         logger.info("request %s: ignored unknown fields: %s", http[REQUEST_ID], bounded_repr(ignored))
-    prompts = await endpoint.make_prompts(server, request, body)
+    server.cutter.check(request)
+    check_open(server)  # before media are fetched and texts tokenised; submission checks again
+    read = _Read(body=body, request=request, model=model, parts=endpoint.parts_to_load(server, request))
+    return read if read.parts else _call(server, endpoint, http, read)
+
+
+def _call(
+    server: Server, endpoint: Endpoint[R], http: web.Request, read: _Read[R], items: Sequence[MediaItem] = ()
+) -> Call[R]:
+    prompts = endpoint.make_prompts(server, read.request, read.body, items)
     response_id, arrival = f"{endpoint.id_prefix}-{http[REQUEST_ID]}", http[ARRIVAL]
     return Call(
         id=response_id,
         created=int(time.time()),
-        model=model,
-        request=request.without_media(),
-        engine_requests=await server.in_thread(_engine_requests, server, request, response_id, prompts, arrival),
+        model=read.model,
+        request=read.request.without_media(),
+        engine_requests=_engine_requests(server, read.request, response_id, prompts, arrival),
     )
-
-
-def _read_request(server: Server, kind: type[R], raw: bytes) -> tuple[dict[str, Any], R, str]:
-    """The JSON body, the API request in it and the model name to answer under."""
-    body = read_object(raw)
-    request = validate(kind, body)
-    model = server.model_name(request.model)
-    server.cutter.check(request)  # before media are fetched
-    return body, request, model
 
 
 def _engine_requests(

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import functools
-import gc
 import logging
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from aiohttp import web
 
+from omni_jax import garbage
 from omni_jax.interrupts import end_process
 from serving.http.api_processes import STOP_SIGNALS, ApiProcesses, DrainOrders, Launch
 from serving.http.connections import listen
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _API_SECONDS = 1.0  # until other API server processes are killed
 _ENGINE_SECONDS = 2.5  # until the process exits without the engine
 _HANDLER_SECONDS = 1.0  # that handlers have then to write the end of their responses, before and after a cancellation
+_QUIET_SECONDS = 5.0  # between looks whether it is a quiet time
+_FEW_CONNECTIONS = 128  # at a quiet time
 _END_SECONDS = 5.0  # until the process ends, whatever it does
 
 
@@ -190,8 +192,8 @@ async def serve(
         await runner.cleanup()
         await engine.stop(drain_seconds=0)
         raise CannotListen(f"cannot listen on {url(sock)}: {error.strerror or error}") from None
-    gc.collect()
-    gc.freeze()  # what exists now stays: a full collection would stop all threads for a fifth of a second to look at it
+    garbage.postpone()
+    quiet = asyncio.create_task(_collect_garbage(runner))
     others = start_others() if start_others else None
     logger.info("omni-jax serving %s at %s", ", ".join(app[SERVER].names), url(sock))
     await stop.wait()
@@ -211,11 +213,20 @@ async def serve(
         logger.error("the engine did not stop within another %g s; exiting without it", _ENGINE_SECONDS)
         code = 1
     listener.close()
+    quiet.cancel()
     await runner.cleanup()
     logger.info("stopped")
     if code:
         _end(code)  # the engine's thread would keep the process alive
     return code
+
+
+async def _collect_garbage(runner: web.AppRunner) -> None:
+    """Makes full collections when few connections are open."""
+    while True:
+        await asyncio.sleep(_QUIET_SECONDS)
+        if runner.server is not None and len(runner.server.connections) <= _FEW_CONNECTIONS:
+            garbage.collect()
 
 
 class _StopSignal:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from omni_jax.inputs.chat import MediaPart, media_parts
 from omni_jax.inputs.chat_bounds import check_items
 from omni_jax.inputs.image import MediaItem, VisionSettings, pixel_bounds
-from omni_jax.inputs.prompt import Prompt, VisionInputs, chat_prompt, modalities_of, pack_part
+from omni_jax.inputs.prompt import Prompt, chat_prompt, modalities_of, pack_part
 from omni_jax.requests import InvalidRequest
 from serving.http.media import fetch
 from serving.http.request_models import PROCESSOR_OPTIONS, Conversation, processor_options
@@ -24,25 +24,35 @@ _FRAME_LIST = re.compile(r"data: *video/jpeg *(;[^,]*)?; *base64 *,", re.IGNOREC
 T = TypeVar("T")
 
 
-async def render(server: Server, conversation: Conversation, body: Mapping[str, Any]) -> Prompt:
-    """The prompt of a conversation, with its images and videos.
+def render(
+    server: Server, conversation: Conversation, body: Mapping[str, Any], items: Sequence[MediaItem] = ()
+) -> Prompt:
+    """The prompt of a conversation. Takes long if it is long, so call it in a thread.
 
     Args:
         body: JSON body of the conversation.
+        items: its images and videos, from `load`.
 
     Raises:
-        InvalidRequest: a part is invalid or not available (the message begins with its path, such as
-            "messages[0].content[1]"), there are too many parts, or the chat template cannot render the messages.
+        InvalidRequest: the chat template cannot render the messages.
     """
     vision, tokenizer = server.engine.vision, server.engine.tokenizer
-    items: list[MediaItem] = []
-    if vision is not None:
-        parts = await server.in_thread(_checked_parts, server, conversation, vision)
-        slots = asyncio.Semaphore(MAX_FETCHES)
-        items = await _gather_or_cancel([_load(server, part, vision.settings, slots) for part in parts])
     arguments = conversation.template_arguments(body, reads=tokenizer.template_reads)
-    make = partial(chat_prompt, max_tokens=server.engine.info.max_model_len, **arguments)
-    return await server.in_thread(make, tokenizer, vision and vision.config, conversation.messages, items)
+    limit = server.engine.info.max_model_len
+    return chat_prompt(tokenizer, vision and vision.config, conversation.messages, items, max_tokens=limit, **arguments)
+
+
+async def load(server: Server, parts: Sequence[MediaPart]) -> list[MediaItem]:
+    """Fetches and preprocesses images and videos, from `parts_to_load`.
+
+    Raises:
+        InvalidRequest: one is invalid or not available; the message begins with its path, such as
+            "messages[0].content[1]".
+    """
+    vision = server.engine.vision
+    assert vision is not None
+    slots = asyncio.Semaphore(MAX_FETCHES)
+    return await _gather_or_cancel([_load(server, part, vision.settings, slots) for part in parts])
 
 
 def encode(server: Server, prompt: str | Sequence[int], *, param: str, add_special_tokens: bool = True) -> Prompt:
@@ -79,8 +89,15 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
             )
 
 
-def _checked_parts(server: Server, conversation: Conversation, vision: VisionInputs) -> list[MediaPart]:
-    """The images and videos to fetch, in order, after all checks that need no fetch."""
+def parts_to_load(server: Server, conversation: Conversation) -> list[MediaPart]:
+    """The images and videos of a conversation, in order, after all checks that need no fetch.
+
+    Raises:
+        InvalidRequest: a part is invalid, or there are too many.
+    """
+    vision = server.engine.vision
+    if vision is None:
+        return []
     field = "mm_processor_kwargs"
     given = conversation.mm_processor_kwargs or {}
     request_options = processor_options(given, where=field, param=field)

@@ -1,5 +1,6 @@
 """The app: routes, middleware and small endpoints."""
 
+import asyncio
 import hashlib
 import hmac
 import importlib.metadata
@@ -84,7 +85,9 @@ def make_app(
         media=media or MediaSettings(),
         access=access or MediaAccessSettings(),
         text_pool=ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text"),
+        intake=asyncio.Semaphore(TEXT_THREADS),
         media_pool=ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media"),
+        metrics_pool=ThreadPoolExecutor(1, thread_name_prefix="metrics"),
         created=int(time.time()),
     )
     app = web.Application(
@@ -121,7 +124,7 @@ async def _resources(app: web.Application) -> AsyncIterator[None]:
     server = app[SERVER]
     async with open_session(server.access) as server.session:
         yield
-    for pool in (server.text_pool, server.media_pool):
+    for pool in (server.text_pool, server.media_pool, server.metrics_pool):
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -183,7 +186,9 @@ async def _health(request: web.Request) -> web.Response:
 
 async def _metrics(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    return web.Response(body=await server.in_thread(server.metrics.exposition), headers={"Content-Type": CONTENT_TYPE})
+    loop = asyncio.get_running_loop()
+    body = await loop.run_in_executor(server.metrics_pool, server.metrics.exposition)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:

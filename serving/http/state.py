@@ -38,7 +38,9 @@ class Server:
         media: limits of images and videos.
         access: where images and videos may be fetched from.
         text_pool: threads for work on text, which takes too long for the event loop if a prompt is long.
+        intake: requests whose work is in these threads or on its way back; others wait for their turn, in order.
         media_pool: threads that decode images and videos, so that text does not wait for them.
+        metrics_pool: a thread that writes /metrics, which waits for no request.
         created: Unix seconds of the start.
         draining: whether the server is shutting down and rejects new requests.
         session: HTTP session that fetches media; set while the app runs.
@@ -54,7 +56,9 @@ class Server:
     media: MediaSettings
     access: MediaAccessSettings
     text_pool: ThreadPoolExecutor
+    intake: asyncio.Semaphore
     media_pool: ThreadPoolExecutor
+    metrics_pool: ThreadPoolExecutor
     created: int
     draining: bool = False
     session: aiohttp.ClientSession | None = None
@@ -75,6 +79,12 @@ class Server:
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Runs work on text in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.text_pool, function, *args)
+
+    async def in_turn(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs work on the text of a new request in a thread, once those before it have had theirs. So responses wait
+        for no crowd of requests, and the event loop gets few results at a time."""
+        async with self.intake:
+            return await self.in_thread(function, *args)
 
     async def in_media_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Runs work on images and videos in a thread."""

@@ -6,7 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from omni_jax.requests import InvalidRequest
-from serving.http.prompts import check_token_ids, render
+from serving.http.prompts import check_token_ids, load, parts_to_load, render
 from serving.http.request_models import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, read_object, validate
 from serving.http.response_models import Detokenized, Tokenized
 from serving.http.state import SERVER, Server
@@ -17,11 +17,12 @@ MAX_CONTEXTS = 8  # the longest text to tokenize, in contexts: clients cut docum
 
 async def tokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    body, given = await server.in_thread(_read_request, server, await read_body(request))
+    body, given = await server.in_turn(_read_request, server, await read_body(request))
     if isinstance(given, TokenizeChatRequest):
-        ids = (await render(server, given, body)).ids
+        items = await load(server, parts) if (parts := await server.in_turn(parts_to_load, server, given)) else []
+        ids = (await server.in_turn(render, server, given, body, items)).ids
     else:
-        ids = await server.in_thread(_encoded, server, given)
+        ids = await server.in_turn(_encoded, server, given)
     return await server.in_thread(_tokenized, server, ids, bool(given.return_token_strs))
 
 
@@ -57,7 +58,7 @@ def _tokenized(server: Server, ids: Sequence[int], return_token_strs: bool) -> w
 
 async def detokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    return await server.in_thread(_detokenized, server, await read_body(request))
+    return await server.in_turn(_detokenized, server, await read_body(request))
 
 
 def _detokenized(server: Server, raw: bytes) -> web.Response:

@@ -45,7 +45,7 @@ async def read_body(request: web.Request) -> bytes:
         raise ApiError(400, "the body of the request is malformed, or ended too early") from None
     if encoding == "identity":
         return raw
-    return await server.in_thread(_decompressed, raw, encoding, server.max_body_size)
+    return await server.in_turn(_decompressed, raw, encoding, server.max_body_size)
 
 
 async def _read(request: web.Request, limit: int) -> bytes:
