@@ -4,110 +4,89 @@ import numpy as np
 
 from omni_jax.requests import Sequence
 from omni_jax.requests.sampling_params import MAX_STOP_TOKEN_IDS
+from omni_jax.scheduling.buckets import Buckets
 from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.plan import MediaInputs, NewBlock, Score, SlotWrite, StepPlan
 
+Rows = list[tuple[Sequence, int]]  # sequences that have a slot, and how many of its next tokens each computes
 
-class PlanBuilder:
-    """Collects the rows of a step.
 
-    A step has a row for each of hundreds of sequences, so `add` only appends to lists, and `build` makes columns of
-    them.
+def build_plan(
+    rows: Rows, *, number: int, buckets: Buckets, eos_token_ids: frozenset[int], features: Features | None
+) -> StepPlan:
+    """The plan of a step with these rows. The sequences do not change.
 
     Args:
+        rows: The rows; at least one.
+        number: The plan's number.
+        buckets: Compiled sizes.
         eos_token_ids: Token ids that end a sequence, unless it ignores them.
         features: The encoder cache, for a model that reads images.
-
-    Attributes:
-        sequences: The sequence of each row.
-        tokens: The token ids of all rows.
     """
-
-    def __init__(self, eos_token_ids: frozenset[int], features: Features | None):
-        self._eos_token_ids, self._features = eos_token_ids, features
-        self.sequences: list[Sequence] = []
-        self.tokens: list[int] = []
-        self._columns: list[tuple[int, int, int, int, bool]] = []  # slot, start, count, dropped, sample
-        self._slot_writes: list[SlotWrite] = []
-        self._new_blocks: list[NewBlock] = []
-        self._suppressed: list[int] = []
-        self._forced: list[tuple[int, int]] = []
-        self._scores: list[Score] = []
-        self._shifts: list[int] = []
-        self._positions: list[tuple[int, np.ndarray]] = []
-        self._features_at: list[tuple[int, np.ndarray]] = []
-
-    @property
-    def decode(self) -> bool:
-        """Whether each row has one token, and none is scored."""
-        return len(self.tokens) == len(self.sequences) and not self._scores
-
-    def add(self, sequence: Sequence, count: int) -> bool:
-        """Add a row with the next `count` tokens of a sequence, which is not changed. Returns whether the row samples
-        a token."""
+    columns: list[int] = []  # slot, start, count, dropped and sample of each row
+    tokens: list[int] = []
+    slot_writes, new_blocks, suppressed, forced, scores = [], [], [], [], []
+    for row, (sequence, count) in enumerate(rows):  # hundreds of rows: this loop is hot
         slot, start, known, pending = sequence.slot, sequence.computed, sequence.known, sequence.pending
         assert slot is not None
-        row, place, stop = len(self.sequences), len(self.tokens), start + count
-        request = sequence.request
-        params = request.params
-        output = len(known) + pending - sequence.num_prompt  # index in the output of the token to sample
-        sample = stop == len(known) + pending and output < sequence.max_output
-
-        self.sequences.append(sequence)
-        self._columns.append((slot, start, count, sequence.dropped, sample))
+        request, num_prompt = sequence.request, sequence.num_prompt
+        stop, length = start + count, len(known) + pending
+        output = length - num_prompt  # index in the output of the token to sample
+        sample = stop == length and output < sequence.max_output
+        columns += slot, start, count, sequence.dropped, sample
         if pending:
-            self.tokens.append(-slot - 1)
+            tokens.append(-slot - 1)
         else:
-            self.tokens += known[start:stop]
-        written = sequence.on_device_blocks
-        if not sequence.on_device or not written:
-            self._slot_writes.append(slot_write(sequence, slot, self._eos_token_ids))
-        elif written < len(sequence.blocks):
-            added = enumerate(sequence.blocks[written:], written)
-            self._new_blocks += [NewBlock(slot, index, block) for index, block in added]
-        if sample and output < params.min_tokens:
-            self._suppressed.append(row)
+            tokens += known[start:stop]
+        written, blocks = sequence.on_device_blocks, sequence.blocks
+        if not written:
+            slot_writes.append(slot_write(sequence, slot, eos_token_ids))
+        elif written < len(blocks):
+            new_blocks += [NewBlock(slot, index, blocks[index]) for index in range(written, len(blocks))]
+        if sample and output < request.params.min_tokens:
+            suppressed.append(row)
         if sample and output < len(request.forced_ids):
-            self._forced.append((row, request.forced_ids[output]))
-        if params.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
-            self._scores.append(Score(row, request.prompt_ids[start + 1 : stop + 1]))
-        if self._features is not None:
-            self._shifts.append(request.position_delta)
-            if request.positions is not None and start < sequence.num_prompt:
-                self._positions.append((place, request.positions[:, start:stop]))
-            if request.media:
-                found = self._features.in_range(sequence, start, stop)
-                self._features_at += [(place + offset, rows) for offset, rows in found]
-        return sample
+            forced.append((row, request.forced_ids[output]))
+        if start < num_prompt and sequence.wants_prompt_logprobs:
+            scores.append(Score(row, request.prompt_ids[start + 1 : stop + 1]))
+    slots, starts, counts, dropped, samples = np.array(columns, np.int32).reshape(-1, 5).T.copy()
+    decode = len(tokens) == len(rows) and not scores
+    return StepPlan(
+        number=number,
+        decode=decode,
+        size=buckets.cover_decode(len(tokens)) if decode else buckets.cover_mixed(len(tokens)),
+        request_ids=tuple([sequence.request.id for sequence, _ in rows]),
+        orders=tuple([sequence.order for sequence, _ in rows]),
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        dropped=dropped,
+        samples=samples > 0,
+        tokens=np.array(tokens, np.int32),
+        slot_writes=tuple(slot_writes),
+        new_blocks=tuple(new_blocks),
+        suppressed=tuple(suppressed),
+        forced=tuple(forced),
+        scores=tuple(scores),
+        media=None if features is None else media_inputs(rows, features),
+    )
 
-    def build(self, number: int, size: int) -> StepPlan:
-        columns = np.array(self._columns, np.int32).T.copy()
-        media = None
-        if self._features is not None:
-            media = MediaInputs(
-                shifts=np.array(self._shifts, np.int32),
-                positions=tuple(self._positions),
-                features=tuple(self._features_at),
-            )
-        return StepPlan(
-            number=number,
-            decode=self.decode,
-            size=size,
-            request_ids=tuple([sequence.request.id for sequence in self.sequences]),
-            orders=tuple([sequence.order for sequence in self.sequences]),
-            slots=columns[0],
-            starts=columns[1],
-            counts=columns[2],
-            dropped=columns[3],
-            samples=columns[4] > 0,
-            tokens=np.array(self.tokens, np.int32),
-            slot_writes=tuple(self._slot_writes),
-            new_blocks=tuple(self._new_blocks),
-            suppressed=tuple(self._suppressed),
-            forced=tuple(self._forced),
-            scores=tuple(self._scores),
-            media=media,
-        )
+
+def media_inputs(rows: Rows, features: Features) -> MediaInputs:
+    """What a model that reads images needs for these rows."""
+    shifts: list[int] = []
+    positions: list[tuple[int, np.ndarray]] = []
+    found: list[tuple[int, np.ndarray]] = []
+    place = 0
+    for sequence, count in rows:
+        request, start, stop = sequence.request, sequence.computed, sequence.computed + count
+        shifts.append(request.position_delta)
+        if request.positions is not None and start < sequence.num_prompt:
+            positions.append((place, request.positions[:, start:stop]))
+        if request.media:
+            found += [(place + offset, each) for offset, each in features.in_range(sequence, start, stop)]
+        place += count
+    return MediaInputs(shifts=np.array(shifts, np.int32), positions=tuple(positions), features=tuple(found))
 
 
 def slot_write(sequence: Sequence, slot: int, eos_token_ids: frozenset[int]) -> SlotWrite:

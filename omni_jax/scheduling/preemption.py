@@ -5,6 +5,7 @@ sequence wait, and `release` frees all that it holds.
 """
 
 import math
+import operator
 from collections.abc import Callable, Collection
 
 from omni_jax.requests import Sequence
@@ -13,6 +14,8 @@ from omni_jax.scheduling.discipline import Discipline
 from omni_jax.scheduling.events import Cause, Event
 from omni_jax.scheduling.features import Features, can_start, computable
 from omni_jax.scheduling.queues import MAX_CANDIDATES, Queues
+
+_admitted_class = operator.attrgetter("admitted_class")
 
 
 class Preemption:
@@ -128,7 +131,7 @@ class Preemption:
 
     def least_urgent(self) -> float:
         """The least urgent class of which a sequence runs, as of its admission."""
-        return max((s.admitted_class for s in self._queues.running), default=-math.inf)
+        return max(map(_admitted_class, self._queues.running), default=-math.inf)
 
     def preempt_for_urgent(
         self,
@@ -158,11 +161,11 @@ class Preemption:
         rank, priority = self._discipline.rank, self._discipline.priority
         first = queues.next_in_line(1, now, held)
         owners = (*queues.running, *queues.preempted)
-        least = max((s.admitted_class for s in owners), default=-math.inf)
+        least = max(map(_admitted_class, owners), default=-math.inf)
         if not first or rank(first[0], now)[0] >= least:
             return False  # without aging, no class is more urgent than the first one's with aging
         victims = [s for s in owners if blocks.is_preemptible(s)]
-        least = max((s.admitted_class for s in victims), default=-math.inf)
+        least = max(map(_admitted_class, victims), default=-math.inf)
         ahead = None  # running sequences by descending rank
         slots, free = len(queues.free_slots), self._unreserved()
         loading = 0  # blocks that sequences will take when their swapped ones are loaded

@@ -24,15 +24,18 @@ def schedule_running(
         if sequence.slot is None:
             continue
         # This loop is hot: it computes what properties of Sequence would.
-        params, computed, length = sequence.request.params, sequence.computed, len(sequence.known) + sequence.pending
-        uncomputed = length - computed
-        if not uncomputed or (sequence.request.media and not computable(sequence)):
-            continue  # all tokens are computed, or the next image is not encoded yet
-        if uncomputed > 1 or (params.prompt_logprobs is not None and sequence.wants_prompt_logprobs):
-            prefilling.append(sequence)
-        elif computed >= sequence.num_prompt and length >= sequence.num_prompt + sequence.max_output:
+        computed, num_prompt, length = sequence.computed, sequence.num_prompt, len(sequence.known) + sequence.pending
+        if computed == length:
+            continue  # all tokens are computed
+        if computed < num_prompt or computed + 1 < length:
+            if not computable(sequence):
+                continue  # its next image is not encoded yet
+            if computed + 1 < length or sequence.wants_prompt_logprobs:
+                prefilling.append(sequence)
+                continue
+        elif length >= num_prompt + sequence.max_output:
             continue  # (a): its last token is in flight
-        elif compressing:
+        if compressing:
             held, preempted = len(sequence.blocks), preemption.count
             compressed = _compress(sequence, blocks, blocks.pool.num_free - reserved)
             if compressed or preemption.grow(sequence, now):

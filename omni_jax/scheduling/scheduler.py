@@ -38,7 +38,7 @@ from omni_jax.scheduling.events import Event
 from omni_jax.scheduling.features import Features, can_start, computable
 from omni_jax.scheduling.limits import SchedulerConfig, ending, output_room
 from omni_jax.scheduling.plan import StepPlan
-from omni_jax.scheduling.plan_builder import PlanBuilder
+from omni_jax.scheduling.plan_builder import Rows, build_plan
 from omni_jax.scheduling.preemption import Preemption
 from omni_jax.scheduling.queues import Queues
 from omni_jax.scheduling.running import schedule_running
@@ -234,9 +234,6 @@ class Scheduler:
         if not decoding and not wanted:
             return None
 
-        rows = PlanBuilder(self.config.eos_token_ids, self.features)
-        for sequence in decoding:
-            self._add_row(rows, sequence, 1, now)
         left = wanted
         if wanted and self.config.chunked_prefill:
             left = self.config.buckets.fill(len(decoding) + wanted, len(decoding)) - len(decoding)
@@ -250,16 +247,40 @@ class Scheduler:
             pace=pace,
             in_chunks=self.config.chunked_prefill,
         )
-        for sequence, count in shares:
-            self._add_row(rows, sequence, count, now)
+        rows = [*((sequence, 1) for sequence in decoding), *shares]
+        plan = self._plan_of(rows, now) if rows else None
         self._record_pauses(prefilling, now)
-        if not rows.sequences:
-            return None
-        buckets, total = self.config.buckets, len(rows.tokens)
+        return plan
+
+    def _plan_of(self, rows: Rows, now: float) -> StepPlan:
+        """The plan of these rows; their tokens count as computed from now on."""
+        size, features = self.pool.block_size, self.features
+        filled = [row for row in rows if len(row[0].known) >= (row[0].registered + 1) * size]
+        for sequence, _ in filled:  # first, so that none of these takes a block that this step writes to
+            self.blocks.register(sequence, sequence.computed)
+        for sequence, count in filled:
+            self.blocks.register(sequence, sequence.computed + count)
         self._num_plans += 1
-        plan = rows.build(self._num_plans, buckets.cover_decode(total) if rows.decode else buckets.cover_mixed(total))
-        self._in_flight[plan.number] = tuple(rows.sequences)
-        self._latest = plan
+        self._latest = plan = build_plan(
+            rows,
+            number=self._num_plans,
+            buckets=self.config.buckets,
+            eos_token_ids=self.config.eos_token_ids,
+            features=self.features,
+        )
+        self._in_flight[plan.number] = tuple([sequence for sequence, _ in rows])
+        for (sequence, count), sample in zip(rows, plan.samples.tolist(), strict=True):
+            sequence.computed += count
+            sequence.pending += sample
+            sequence.served_at = now
+            sequence.on_device, sequence.on_device_blocks = True, len(sequence.blocks)
+            if sequence.paused:
+                sequence.paused = False
+                self.events.append(Event(kind="resume", sequence=sequence, cause="turn"))
+            if features is not None and sequence.request.media:
+                features.release_passed(sequence)
+            if sequence.children and sequence.computed >= sequence.num_prompt:
+                self._fork(sequence)
         return plan
 
     def _limit(self, decoding: list[Sequence], now: float) -> tuple[budget.Pace | None, int]:
@@ -275,23 +296,6 @@ class Scheduler:
             if sequence.slot is not None and sequence.computed and sequence.served_at != now and not sequence.paused:
                 sequence.paused = True
                 self.events.append(Event(kind="pause", sequence=sequence, cause="budget"))
-
-    def _add_row(self, rows: PlanBuilder, sequence: Sequence, count: int, now: float) -> None:
-        """Add the next `count` tokens of a sequence to a step; they count as computed from now on."""
-        if len(sequence.known) >= (sequence.registered + 1) * self.pool.block_size:
-            self.blocks.register(sequence, sequence.computed + count)
-        sample = rows.add(sequence, count)
-        sequence.on_device, sequence.on_device_blocks = True, len(sequence.blocks)
-        sequence.computed += count
-        sequence.served_at = now
-        if sequence.paused:
-            sequence.paused = False
-            self.events.append(Event(kind="resume", sequence=sequence, cause="turn"))
-        if self.features is not None and sequence.request.media:
-            self.features.release_passed(sequence)
-        sequence.pending += sample
-        if sequence.children and sequence.computed >= sequence.num_prompt:
-            self._fork(sequence)
 
     def sequences_in(self, plan: StepPlan) -> tuple[Sequence, ...]:
         """The sequence of each row of a plan that was not committed yet."""
