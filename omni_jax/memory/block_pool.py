@@ -17,7 +17,7 @@ from omni_jax.memory.recycling import BlockUse, RecyclingPolicy, by_modality, co
 _SPARE_ENTRIES = 64  # stale entries that a heap may have before they are counted
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Cached:
     """A registered block.
 
@@ -189,7 +189,7 @@ class BlockPool:
         above = None if parent is None else self._by_digest.get(parent)
         if digest in self._by_digest or (parent is not None and above is None):
             return False
-        cached = _Cached(block=block, digest=digest, parent=above, modality=modality, depth=depth, last_used=self.now)
+        cached = _Cached(block, digest, above, modality, depth, self.now)
         self._cached[block] = self._by_digest[digest] = cached
         if above is not None:
             self._hold(above)

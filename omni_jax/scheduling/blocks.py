@@ -172,19 +172,15 @@ class Blocks:
         if sequence.registered >= full:
             return
         self._extend(sequence)
-        while sequence.registered < full:
-            at = sequence.registered
-            if not self.pool.register(
-                sequence.blocks[at],
-                sequence.digests[at],
-                sequence.digests[at - 1] if at else None,
-                modality=modality(sequence.request, at * size, (at + 1) * size),
-                depth=at,
-            ):
-                if at >= written or self.pool.references(sequence.blocks[at]) > 1:
+        request, blocks, digests = sequence.request, sequence.blocks, sequence.digests
+        for at in range(sequence.registered, full):
+            kind = modality(request, at * size, (at + 1) * size) if request.has_parts else "text"
+            parent = digests[at - 1] if at else None
+            if not self.pool.register(blocks[at], digests[at], parent, modality=kind, depth=at):
+                if at >= written or self.pool.references(blocks[at]) > 1:
                     return
                 self._replace(sequence, at)
-            sequence.registered += 1
+            sequence.registered = at + 1
 
     def _replace(self, sequence: Sequence, at: int) -> None:
         """Replace block number `at` of a sequence by the registered block with the same content."""

@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from omni_jax.cost.model import CostModel, StepShape, causal_pairs
 from omni_jax.requests import Sequence
@@ -114,8 +115,7 @@ def divide(
     return list(shares.items())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Added:
+class _Added(NamedTuple):
     """The prompt tokens that a step has so far, the cached tokens that they read, and their query-key pairs."""
 
     tokens: int = 0
