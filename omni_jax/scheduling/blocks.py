@@ -208,8 +208,9 @@ class Blocks:
         """Free a sequence's blocks after the first `keep`; their tokens must be recomputed."""
         if sequence.swapped is not None and keep < sequence.swapped.first:
             self.drop_swapped(sequence)
-        self.pool.free(reversed(sequence.blocks[keep:]))
-        del sequence.blocks[keep:]
+        if len(sequence.blocks) > keep:
+            self.pool.free(reversed(sequence.blocks[keep:]))
+            del sequence.blocks[keep:]
         if not keep:
             sequence.dropped = 0
         sequence.computed = min(sequence.computed, keep * self.pool.block_size + sequence.dropped)

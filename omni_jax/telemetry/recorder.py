@@ -45,6 +45,8 @@ _MAX_IMAGES = 8192  # images whose time in the vision tower is kept
 def request_class(request: Request) -> Modality:
     """The class of a request: video, image or table, the first of these that it contains, else text. Only some segment
     policies detect tables."""
+    if not request.media and not request.segments:
+        return "text"
     found = {span.modality for span in request.media} | {segment.modality for segment in request.segments}
     rarest: tuple[Modality, ...] = ("video", "image", "table")
     for kind in rarest:
@@ -208,13 +210,11 @@ class Recorder:
         pauses, preemptions = self._disturbed.pop(sequence, (0, 0))
         record = _request_record(sequence, now, self._in_the_tower(sequence.request), pauses, preemptions)
         if self._segments:
-            progress = self._live.pop(sequence, None) or _Progress(sequence.request)
-            if record.completed:  # its whole prompt was computed, although `committed` may not have been called yet
-                self._end(sequence, progress, sequence.num_prompt, now)
-            self._end_stages(sequence, progress, now)
-            if self._log_segments:
-                for line in segment_table(record, progress.records):
-                    logger.info("%s", line)
+            progress = self._live.pop(sequence, None)
+            if progress is None and (record.completed or sequence.request.media or self._log_segments):
+                progress = _Progress(sequence.request)
+            if progress is not None:
+                self._end_segments(sequence, record, progress, now)
         with self._lock:
             self._num_requests += 1
             if len(self._requests) == self._requests.maxlen:
@@ -256,6 +256,16 @@ class Recorder:
                     steps=times.steps,
                 ),
             )
+
+    def _end_segments(
+        self, sequence: Continuation, record: RequestRecord, progress: _Progress, now: float
+    ) -> None:
+        if record.completed:  # its whole prompt was computed, although `committed` may not have been called yet
+            self._end(sequence, progress, sequence.num_prompt, now)
+        self._end_stages(sequence, progress, now)
+        if self._log_segments:
+            for line in segment_table(record, progress.records):
+                logger.info("%s", line)
 
     def _end_stages(self, sequence: Continuation, progress: _Progress, now: float) -> None:
         """Record the images that were encoded for a request, and the output of a continuation."""
@@ -305,6 +315,8 @@ class Recorder:
 
     def _in_the_tower(self, request: Request) -> list[tuple[float, float]]:
         """The intervals after a request was queued in which the tower encoded its images, in order, without overlap."""
+        if not request.media:
+            return []
         times = sorted(
             (max(began, request.queued), ended)
             for began, ended in (self._images.get(key, (0.0, -math.inf)) for key in {s.key for s in request.media})
@@ -403,6 +415,8 @@ class Recorder:
 
 def _verdicts(record: RequestRecord) -> list[tuple[Modality, Objective, bool]]:
     """The objectives that a request had, and whether each was met."""
+    if record.ttft_met is record.tpot_met is record.e2e_met is None:
+        return []
     met: dict[Objective, bool | None] = {"ttft": record.ttft_met, "tpot": record.tpot_met, "e2e": record.e2e_met}
     return [(record.modality, name, verdict) for name, verdict in met.items() if verdict is not None]
 
@@ -443,7 +457,9 @@ def _request_record(
     arrival, queued, scheduled, first = request.arrival, request.queued, sequence.scheduled_at, sequence.first_token_at
     left_queue = now if scheduled is None else scheduled
     prefilled = now if first is None else first
-    in_queue, in_prefill = _overlap(tower, queued, left_queue), _overlap(tower, left_queue, prefilled)
+    in_queue = in_prefill = 0.0
+    if tower:
+        in_queue, in_prefill = _overlap(tower, queued, left_queue), _overlap(tower, left_queue, prefilled)
     slo = request.slo or SLO()
     aborted = reason == "abort"
     outputs = sequence.num_output
