@@ -128,6 +128,8 @@ class TableCost:
         for kind in kinds:
             for size in self._sizes[kind]:
                 self._bases[kind, size] = self._base(kind, size)
+        # The mixed size with the lowest cost per token:
+        self._best = min(self._sizes["mixed"], key=lambda size: self._bases["mixed", size] / size)
 
     def _prior(self, size: int) -> float:
         return (size + self._overhead) * self._seconds_per_token
@@ -160,8 +162,7 @@ class TableCost:
         rest."""
         if tokens <= 0:
             return 0.0
-        sizes, bases = self._sizes["mixed"], self._bases
-        best = min(sizes, key=lambda size: bases["mixed", size] / size)
+        bases, best = self._bases, self._best
         full, left = divmod(tokens, best)
         # Full step i reads context + (i + 1) * best cached tokens.
         read = full * context + best * (full * (full + 1) // 2) + (context + tokens if left else 0)

@@ -1,6 +1,5 @@
 """Deadlines of a request's segments and of its next token, from its objectives."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -30,18 +29,25 @@ def with_deadlines(
         cost: Predicts the seconds of prefill and encoder.
         media: The prompt's media, in order. A span is encoded before the first segment that contains a token of it.
     """
-    priorities = [slo.priority + segment.priority for segment in segments]
     limits = [limit for limit in (slo.ttft_ms, slo.e2e_ms) if limit is not None]
-    if not limits:
-        return tuple(
-            dataclasses.replace(segment, priority=priority)
-            for segment, priority in zip(segments, priorities, strict=True)
-        )
-    seconds = min(limits) / 1000
-    shares = _shares(segments, cost, media)
-    return tuple(
-        dataclasses.replace(segment, priority=priority, deadline=arrival + seconds * share)
-        for segment, priority, share in zip(segments, priorities, shares, strict=True)
+    if not limits and not slo.priority:
+        return tuple(segments)
+    deadlines = [segment.deadline for segment in segments]
+    if limits:
+        deadlines = [arrival + min(limits) / 1000 * share for share in _shares(segments, cost, media)]
+    return tuple(  # dataclasses.replace would take twice as long, and a prompt may have thousands of segments
+        [
+            Segment(
+                start=segment.start,
+                stop=segment.stop,
+                modality=segment.modality,
+                label=segment.label,
+                compute=segment.compute,
+                priority=slo.priority + segment.priority,
+                deadline=deadline,
+            )
+            for segment, deadline in zip(segments, deadlines, strict=True)
+        ]
     )
 
 
