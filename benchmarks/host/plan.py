@@ -4,17 +4,26 @@ computed.
 python -m benchmarks.host.plan --running 64 --waiting 64
 python -m benchmarks.host.plan --running 64 256 1024 --busy    # with stop ids, penalties and so on
 python -m benchmarks.host.plan --cases       # crowds: bursts, classes, pictures, continuations, a long prompt
+python -m benchmarks.host.plan --grid --json OUT.json    # 64 to 1,024 running x 0 to 100,000 waiting; takes minutes
 
-Times are CPU times of this process in milliseconds.
+Times are CPU times of this process in milliseconds. A row of the grid has the order of service, what requests have
+(text: 200 tokens; pictures: one more of 64 tokens each; shared: the first 160 tokens are the same; swap: so few blocks
+that sequences are preempted and swapped out; compression: half of the tokens are dropped), how many sequences run and
+how many wait, and then p50 and maximum of plan and commit in two states. Steady: sequences in all slots decode, and the
+others wait. Turnover: about 8 sequences end in each step, as many start, and as many arrive.
 """
 
 import argparse
+import copy
 import dataclasses
 import functools
+import gc
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -185,6 +194,14 @@ class Steps:
         for _ in range(rounds):
             self.step()
 
+    def measured(self, rounds: int, between: Callable[[], None]) -> "Steps":
+        """Run steps, with a call of `between` before each, and return a copy that has only their times."""
+        self.plans, self.packs, self.commits = [], [], []
+        for _ in range(rounds):
+            between()
+            self.step()
+        return copy.copy(self)
+
 
 BUSY = SamplingParams(
     max_tokens=3000,
@@ -316,6 +333,87 @@ def cases() -> Iterator[tuple[str, Callable[[], Steps], int]]:
         yield f"fcfs, 128k tokens arrive, {'cached' if cached else 'new'}", functools.partial(long_prompt, cached), 70
 
 
+# -- grid -------------------------------------------------------------------------------------------------------------
+
+KINDS = ("text", "pictures", "shared", "swap", "compression")
+GRID = ((64, 256, 1024), (0, 1000, 10_000, 100_000))  # running, waiting
+GRID_STEPS = 40  # measured in each state
+
+
+def grid_request(kind: str, number: int) -> Request:
+    """Request number `number` of a row of the grid. No two prompts are the same."""
+    ids = (number, *prompt(number, PROMPT - 1))
+    if kind == "pictures":
+        ids = (5,) * IMAGE + ids
+    elif kind == "shared":
+        ids = prompt(0, 160) + ids[:40]
+    slo = SLO(ttft_ms=500, tpot_ms=50)
+    picture = f"p{number}" if kind == "pictures" else ""
+    return request(f"g{number}", ids, arrival=number * 1e-3, max_tokens=700, slo=slo, picture=picture)
+
+
+def grid_steps(
+    requests: Iterator[Request], kind: str, running: int, waiting: int, *, by_deadline: bool
+) -> dict[str, Steps]:
+    """Measure both states with the given number of running and waiting sequences."""
+    made = empty(
+        running,
+        by_deadline=by_deadline,
+        max_model_len=1024,
+        num_blocks=max(15 * running, 1024 // BLOCK) if kind == "swap" else None,
+        pictures=64 if kind == "pictures" else 0,
+        swap=kind == "swap",
+        ratio=0.5 if kind == "compression" else 0.0,
+    )
+    lives = itertools.cycle(range(1, running * 60 // 256 + 1))  # lengths of outputs: about 8 end in each step
+
+    def arrive(count: int) -> None:
+        for one in itertools.islice(requests, count):
+            for sequence in made.add(one):
+                sequence.max_output = next(lives)
+
+    for one in itertools.islice(requests, running):
+        made.add(one)
+    steps = Steps(made)
+    for _ in range(running // 2 + 50):
+        if steps.step():
+            break
+    arrive(waiting)
+    steps.now = max(steps.now, 1e-3 * (running + waiting))
+    gc.collect()  # of what was made here
+    found = {}
+    for state in ("steady", "turnover"):
+        if state == "turnover":
+            for sequence in made.running:
+                sequence.max_output = sequence.num_output + sequence.pending + next(lives)
+        found[state] = steps.measured(GRID_STEPS, lambda: arrive(max(waiting - len(made.waiting), 8 * (not waiting))))
+    return found
+
+
+def grid(write: Callable[[dict], None]) -> None:
+    """Measure all rows of the grid."""
+    for kind in KINDS:
+        most = GRID[0][-1] + GRID[1][-1] + 2000
+        requests = [grid_request(kind, number) for number in range(most)]
+        for by_deadline, running, waiting in itertools.product((False, True), *GRID):
+            found = grid_steps(iter(requests), kind, running, waiting, by_deadline=by_deadline)
+            row = {"order": "slo" if by_deadline else "fcfs", "requests": kind, "running": running, "waiting": waiting}
+            for state, steps in found.items():
+                for part, times in (("plan", steps.plans), ("commit", steps.commits)):
+                    row[f"{state} {part} p50"] = 1e3 * statistics.median(times)
+                    row[f"{state} {part} max"] = 1e3 * max(times)
+            write(row)
+
+
+def print_row(row: dict) -> None:
+    figures = [value for name, value in row.items() if name.split()[0] in ("steady", "turnover")]
+    print(
+        f"{row['order']:5}{row['requests']:12}{row['running']:6,}{row['waiting']:9,} ",
+        *(f"{figure:7.2f}" for figure in figures),
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.host.plan",
@@ -327,7 +425,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000, help="measured steps")
     parser.add_argument("--busy", action="store_true", help="requests with stop ids, penalties, biases and logprobs")
     parser.add_argument("--cases", nargs="?", const="", help="measure crowds instead: those whose names contain this")
+    parser.add_argument("--grid", action="store_true", help="measure the grid instead, see above")
+    parser.add_argument("--json", type=Path, help="file for the rows of the grid")
     given = parser.parse_args()
+    if given.grid:
+        rows: list[dict] = []
+        print(f"{'':34}{'steady':^31} {'turnover':^31}")
+        print(f"{'order requests     run  waiting':34}" + f"{'plan p50   max commit p50 max':31} " * 2)
+
+        def write(row: dict) -> None:
+            rows.append(row)
+            print_row(row)
+
+        grid(write)
+        if given.json:
+            given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        return
     if given.cases is not None:
         for name, make, rounds in cases():
             if given.cases not in name:

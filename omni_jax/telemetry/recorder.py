@@ -257,9 +257,7 @@ class Recorder:
                 ),
             )
 
-    def _end_segments(
-        self, sequence: Continuation, record: RequestRecord, progress: _Progress, now: float
-    ) -> None:
+    def _end_segments(self, sequence: Continuation, record: RequestRecord, progress: _Progress, now: float) -> None:
         if record.completed:  # its whole prompt was computed, although `committed` may not have been called yet
             self._end(sequence, progress, sequence.num_prompt, now)
         self._end_stages(sequence, progress, now)
