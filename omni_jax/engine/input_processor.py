@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.inputs.tokenizer import Tokenizer
 from omni_jax.memory.compression import BadController, Schedule
 from omni_jax.memory.encoder_cache import EncoderCache
+from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import InvalidRequest, MediaSpan, Request
 from omni_jax.requests.segment import Segment
 from omni_jax.scheduling.limits import output_room
@@ -33,6 +35,7 @@ class InputProcessor:
         self.info, self.tokenizer, self.vision = info, tokenizer, vision
         self._policy = make_policy(config.segment_policy, allow_custom=True)
         self._random = random.Random(config.seed)
+        self._caches = config.enable_prefix_caching
         self._max_features = EncoderCache(info.encoder_cache_tokens).capacity if vision is not None else 0
         self._schedule = None
         if config.kv_compress_controller is not None:
@@ -64,8 +67,8 @@ class InputProcessor:
         return chosen(prompt_view(ids, media, self.tokenizer))
 
     def process(self, request: Request) -> Request:
-        """The request with what it lacks: a seed, the time of its arrival, segments, shares of a custom controller. One
-        that has been processed is returned as it is.
+        """The request with what it lacks: a seed, the time of its arrival, segments, digests, shares of a custom
+        controller. One that has been processed is returned as it is.
 
         Each request without a seed gets one, so that requests differ and preemption does not change samples. This may
         take a tenth of a second for a long prompt, so a server calls it in a thread.
@@ -83,7 +86,15 @@ class InputProcessor:
             request = dataclasses.replace(request, arrival=time.monotonic())
         if not request.segments:
             request = dataclasses.replace(request, segments=self.cut(request.prompt_ids, request.media))
-        return dataclasses.replace(request, drop_shares=self._drop_shares(request), processed=True)
+        if not self._caches and request.params.n > 1:  # its continuations share its prompt, and nobody else does
+            request = dataclasses.replace(request, cache_salt=secrets.token_hex(16))
+        shared = self._caches or request.params.n > 1
+        return dataclasses.replace(
+            request,
+            digests=prompt_digests(request, self.info.block_size) if shared else (),
+            drop_shares=self._drop_shares(request),
+            processed=True,
+        )
 
     def _drop_shares(self, request: Request) -> np.ndarray | None:
         room = output_room(request, self.info.max_model_len)  # raises if the prompt does not fit

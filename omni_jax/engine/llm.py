@@ -25,7 +25,6 @@ from omni_jax.inputs.prompt import Prompt as RenderedPrompt
 from omni_jax.inputs.prompt import chat_prompt, expand, modalities_of, pack_part
 from omni_jax.inputs.prompt_list import list_prompts, read_prompt
 from omni_jax.inputs.tokenizer import Tokenizer
-from omni_jax.memory.prefix import prompt_digests
 from omni_jax.progress import StageReport, request_bar, stage_bars
 from omni_jax.requests import (
     Delta,
@@ -475,7 +474,6 @@ class LLM:
 
     def _add(self, request: Request, reader: Callable[[Delta], object]) -> None:
         """Queue a request, whose deltas `reader` takes."""
-        request = dataclasses.replace(request, digests=prompt_digests(request, self.info.block_size))
         with interrupts_deferred():  # as in _step
             self.engine.add(request)
             self._readers[request.id] = reader

@@ -54,7 +54,6 @@ class Sequence:
         dropped: Number of cache rows removed by compression; computed - dropped remain.
         cached: Number of prompt tokens found in the prefix cache.
         swapped: Its blocks in host memory or on disk.
-        children: Siblings that wait for its prefill, to share its full blocks.
         scored: Number of prompt tokens whose logprobs were returned (with prompt_logprobs).
         media_passed: Number of leading media spans whose tokens are all computed.
         media_held: Number of leading media spans whose features it has requested; it holds a reference to the features
@@ -84,7 +83,6 @@ class Sequence:
     dropped: int = 0
     cached: int = 0
     swapped: Swapped | None = None
-    children: list["Sequence"] = dataclasses.field(default_factory=list)
     scored: int = 0
     media_passed: int = 0
     media_held: int = 0

@@ -22,10 +22,21 @@ class Admission:
         self._queues, self._blocks, self._features, self._discipline = queues, blocks, features, discipline
         self._preemption = preemption
 
+    def enter(self, sequence: Sequence) -> None:
+        """Queue a sequence that arrives, or that has been parked."""
+        self._preemption.requeue(sequence, len(sequence.blocks))
+        self._catch_up(sequence)
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Let a waiting sequence with images take its cache hits, so that no image is encoded whose keys and values are
+        cached."""
+        if sequence.request.media and (hits := self._blocks.match(sequence)):
+            self._take_hits(sequence, hits)
+
     def acquire_features(self) -> None:
         """Take references to the features that sequences need."""
         if self._features is not None:
-            for sequence in self._features.acquire():
+            for sequence in self._features.acquire(self._catch_up):
                 self._queues.file(sequence)
 
     def computing(self, prefilling: list[Sequence], before: float) -> dict[bytes, Sequence]:
@@ -39,7 +50,10 @@ class Admission:
         queues = self._queues
         if queues.free_slots or (queues.parked and queues.parked.most_urgent < self._preemption.least_urgent()):
             for sequence in queues.parked.wake(set(computing.values()), MAX_CANDIDATES + len(queues.free_slots)):
-                queues.file(sequence)
+                if sequence.request.media:
+                    self.enter(sequence)
+                else:
+                    queues.file(sequence)
         return computing
 
     def admissible(
@@ -87,9 +101,8 @@ class Admission:
                 continue  # all tokens are computed, and its last one is in flight
             hits = blocks.match(sequence)
             digest = blocks.next_digest(sequence, len(hits))
-            if digest in computing:
-                owner = computing[digest]
-                queues.park(sequence, owner, blocks.last_shared(sequence, owner, len(sequence.blocks) + len(hits)))
+            if digest in computing and not sequence.wants_prompt_logprobs:
+                self._park(sequence, computing[digest], len(sequence.blocks) + len(hits))
                 continue
             own, alone = blocks.num_reserved(sequence), not (queues.running or found or loading)
             extra = own + kept if blocks.compression is not None else 0 if alone else kept
@@ -117,6 +130,13 @@ class Admission:
             left -= computable(self._features, sequence)
         return found
 
+    def _park(self, sequence: Sequence, owner: Sequence, at: int) -> None:
+        """Let a sequence wait for the blocks that it shares with a running one, from block `at` on. It needs no
+        features meanwhile."""
+        self._queues.park(sequence, owner, self._blocks.last_shared(sequence, owner, at))
+        if self._features is not None and sequence.request.media:
+            self._features.release(sequence)
+
     def _of_same_rank(self, sequence: Sequence) -> int:
         """Number of computable tokens of a running sequence that have its present rank."""
         stop, tokens = self._discipline.next_rank_at(sequence, sequence.computed), computable(self._features, sequence)
@@ -125,7 +145,7 @@ class Admission:
     def _take_hits(self, sequence: Sequence, hits: list[int]) -> None:
         self._blocks.take_hits(sequence, hits)
         if self._features is not None:
-            self._features.release_passed(sequence)
+            self._features.track(sequence)
         self._queues.file(sequence)
 
     def admit(self, sequence: Sequence, now: float) -> bool:
@@ -143,7 +163,7 @@ class Admission:
                 return False
         self._queues.admit(sequence)
         if self._features is not None:
-            self._features.admitted(sequence)
+            self._features.track(sequence)
         sequence.admitted_class = self._discipline.rank(sequence, now)[0]
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now

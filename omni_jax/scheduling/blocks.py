@@ -7,6 +7,8 @@
 - A sequence that has computed a block that another one has registered takes that block in place of its own. So a
   holder of a cached block also holds all blocks before it.
 - A sequence waits if a running one is already computing its next block, and takes the block from the cache.
+- The continuations of a request are sequences like others, which share its prompt in this way. Where prefix caching is
+  off, they alone do: the cache_salt of their request is its own (engine/input_processor.py).
 """
 
 import bisect
@@ -64,7 +66,7 @@ class Blocks:
 
     Args:
         pool: The pool.
-        prefix_caching: Whether requests share the blocks of common prefixes.
+        prefix_caching: Whether requests share the blocks of common prefixes. The continuations of a request always do.
         swap: Store for swapped blocks; None disables swapping.
         compression: Compression settings; None disables compression.
 
@@ -121,7 +123,7 @@ class Blocks:
         """Cached blocks that continue the blocks of a waiting sequence, up to its last token but one."""
         held = len(sequence.blocks)
         if (
-            not self.prefix_caching
+            not self._shares(sequence)
             or sequence.wants_prompt_logprobs
             or sequence.swapped is not None
             or sequence.pending
@@ -142,7 +144,7 @@ class Blocks:
     def next_digest(self, sequence: Sequence, hits: int = 0) -> bytes | None:
         """Digest of the block that a sequence would compute next, after `hits` hits; None if it could not be cached."""
         at = len(sequence.blocks) + hits if sequence.slot is None else sequence.registered
-        if not self.prefix_caching or sequence.swapped is not None or sequence.wants_prompt_logprobs:
+        if not self._shares(sequence) or sequence.swapped is not None:
             return None
         self._extend(sequence)
         last = (len(sequence.known) - (sequence.slot is None)) // self.pool.block_size
@@ -165,10 +167,11 @@ class Blocks:
         it can be found too. A block that the step being planned writes to is replaced in the next one, and one that
         others hold too, after a clearing of the cache, is not: they would hold registered blocks without those before.
         """
-        if not self.prefix_caching or sequence.dropped or sequence.finish_reason == "error":
+        if not self._shares(sequence) or sequence.dropped or sequence.finish_reason == "error":
             return
         size = self.pool.block_size
-        full, written = min(end, len(sequence.known)) // size, sequence.computed // size
+        shared = len(sequence.known) if self.prefix_caching else sequence.num_prompt
+        full, written = min(end, shared) // size, sequence.computed // size
         if sequence.registered >= full:
             return
         self._extend(sequence)
@@ -198,6 +201,10 @@ class Blocks:
         for kind, tokens, hits in count_blocks(sequence.request, sequence.cached, self.pool.block_size):
             self.queries[kind] += tokens
             self.hits[kind] += hits
+
+    def _shares(self, sequence: Sequence) -> bool:
+        """Whether other sequences may hold the same blocks as this one."""
+        return self.prefix_caching or sequence.request.params.n > 1
 
     def _extend(self, sequence: Sequence) -> None:
         extend(sequence.digests, sequence.request, sequence.known, self.pool.block_size)
@@ -234,7 +241,7 @@ class Blocks:
         lost = sequence.blocks[keep : self.pool.blocks_for(sequence.rows)]  # without the empty ones
         if lost and self.swap is not None and sequence.swapped is None:
             size, cached = self.pool.block_size, 0
-            if self.prefix_caching and not sequence.wants_prompt_logprobs:
+            if self._shares(sequence) and not sequence.wants_prompt_logprobs:
                 found = min(sequence.registered, (len(sequence.known) - 1) // size)  # as in `match`
                 cached = max(min(found - keep, len(lost) - wanted), 0)
             parcel = self.swap.store(sequence, lost, sequence.rows - keep * size, cached * size)

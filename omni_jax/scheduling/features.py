@@ -46,12 +46,8 @@ class Features:
         self._holders = Line(discipline)  # waiting sequences that hold features
 
     def track(self, sequence: Sequence) -> None:
-        """Track the needs of a sequence that is queued, for the first time or again, and holds no features."""
+        """Track the needs of a sequence that is queued, has taken cache hits or was admitted."""
         self._pass(sequence)
-        self._file(sequence)
-
-    def admitted(self, sequence: Sequence) -> None:
-        """Note that a waiting sequence runs."""
         self._file(sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -93,10 +89,13 @@ class Features:
             if not self._askers[key]:
                 del self._askers[key]
 
-    def acquire(self) -> list[Sequence]:
+    def acquire(self, catch_up: Callable[[Sequence], None]) -> list[Sequence]:
         """Take references to the features that sequences need, as far as there is room: for running sequences first,
         then in an order that does not change with time, because two waiting sequences could otherwise take features
         from each other in turn, for ever. A call serves a limited number of waiting sequences.
+
+        Args:
+            catch_up: Takes the cache hits of a waiting sequence, which then may need fewer features.
 
         Returns:
             The waiting sequences whose references changed.
@@ -107,7 +106,10 @@ class Features:
                 return changed
         for _ in range(MAX_CANDIDATES):
             first = self._waiting.first()
-            if first is None or not self._take(first, changed):
+            if first is None:
+                break
+            catch_up(first)
+            if first in self._waiting and not self._take(first, changed):
                 break
         return changed
 

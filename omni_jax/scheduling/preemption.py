@@ -179,7 +179,7 @@ class Preemption:
             if left < 0 or (left == 0 and (slots or prefilling)):
                 break  # it could not run in this step
             hits = blocks.match(sequence)
-            if blocks.next_digest(sequence, len(hits)) in computing:
+            if blocks.next_digest(sequence, len(hits)) in computing and not sequence.wants_prompt_logprobs:
                 continue
             need = blocks.missing(sequence, hits)
             if blocks.compression is not None:

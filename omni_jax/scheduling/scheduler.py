@@ -153,20 +153,19 @@ class Scheduler:
                 order=(self._arrivals, index),
                 max_output=room,
                 known=list(request.prompt_ids),
-                digests=[] if index else list(request.digests),
+                digests=list(request.digests),
             )
             for index in range(request.params.n)
         ]
         self._arrivals += 1
         self._live[request.id] = sequences
-        sequences[0].children = sequences[1:]
         try:
-            if request.media and (hits := self.blocks.match(sequences[0])):
-                self.blocks.take_hits(sequences[0], hits)  # images with cached keys and values are not encoded
-            self._preemption.requeue(sequences[0], len(sequences[0].blocks))
+            for sequence in sequences:
+                self._admission.enter(sequence)
         except BaseException:  # a fault of ours must not leave a sequence that never ends
             del self._live[request.id]
-            self._preemption.release(sequences[0])
+            for sequence in sequences:
+                self._preemption.release(sequence)
             raise
         return sequences
 
@@ -174,7 +173,6 @@ class Scheduler:
         """End a sequence and free all that it holds; steps in flight drop its rows. Does nothing if it has ended."""
         if sequence.finish_reason is not None:
             return
-        self._fork(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if reason == "error":
             self.clear_prefix_cache()  # logits that are not numbers may come from cached blocks
@@ -194,13 +192,10 @@ class Scheduler:
     def reset(self) -> None:
         """Requeue all running sequences after a step that raised, and discard pending tokens (contract e)."""
         self._in_flight.clear()
-        live = self.live()
-        unqueued = {child for sequence in live for child in sequence.children}  # they need no features yet
-        for sequence in live:
+        for sequence in self.live():
             self.blocks.drop_swapped(sequence)  # its last rows may be those that the step did not write
             sequence.pending = 0
-            if sequence not in unqueued:
-                self._preemption.requeue(sequence, 0)
+            self._preemption.requeue(sequence, 0)
         self.clear_prefix_cache()
         if self.features is not None:
             self.features.cache.clear()
@@ -279,8 +274,6 @@ class Scheduler:
                 self.events.append(Event(kind="resume", sequence=sequence, cause="turn"))
             if features is not None and sequence.request.media:
                 features.release_passed(sequence)
-            if sequence.children and sequence.computed >= sequence.num_prompt:
-                self._fork(sequence)
         return plan
 
     def _limit(self, decoding: list[Sequence], now: float) -> tuple[budget.Pace | None, int]:
@@ -367,16 +360,3 @@ class Scheduler:
                     self._queues.file(sequence)  # preempted meanwhile: its next token is due now
             accepted.append(Accepted(row, sequence, token))
         return accepted
-
-    def _fork(self, parent: Sequence) -> None:
-        """Queue the siblings of a sequence, with its full prompt blocks if its prompt is computed. Each computes at
-        least one prompt token itself, to sample from."""
-        children, parent.children = parent.children, []
-        shared = (parent.num_prompt - 1) // self.pool.block_size if parent.computed >= parent.num_prompt else 0
-        for child in children:
-            if child.finish_reason is None:
-                child.blocks = parent.blocks[:shared]
-                self.pool.share(child.blocks)
-                child.computed = shared * self.pool.block_size
-                child.digests, child.registered = list(parent.digests), min(parent.registered, shared)
-                self._preemption.requeue(child, shared)

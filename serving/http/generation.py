@@ -16,7 +16,6 @@ from msgspec import Struct
 from omni_jax.inputs.chat import MediaPart
 from omni_jax.inputs.image import MediaItem
 from omni_jax.inputs.prompt import Prompt
-from omni_jax.memory.prefix import prompt_digests
 from omni_jax.requests import Delta, Request
 from serving.http.engine_streams import PromptDelta, check_open, merged, stream_deltas
 from serving.http.errors import ARRIVAL, REQUEST_ID, bounded_repr
@@ -171,10 +170,7 @@ def _engine_requests(
         )
         for position, prompt in enumerate(prompts)
     )
-    with_digests = (
-        dataclasses.replace(request, digests=prompt_digests(request, info.block_size)) for request in requests
-    )
-    return tuple(server.engine.process(request) for request in with_digests)
+    return tuple(server.engine.process(request) for request in requests)
 
 
 def _whole_response(

@@ -565,3 +565,20 @@ def test_a_request_that_could_not_be_added_is_not_live(main, monkeypatch):
     assert not engine.has_work
     assert_idle(engine)
     assert run(engine, request("a", 5, greedy(max_tokens=2)))["a", 0].tokens
+
+
+# -- continuations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_continuations_share_the_prompt_and_give_what_each_gives_with_the_other_setting(main, caching):
+    params = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True)
+    engine = make_engine(main, options={"enable_prefix_caching": caching})
+    found = run(engine, request("a", 70, params), request("b", 70, params))
+    other = run(make_engine(main, options={"enable_prefix_caching": not caching}), request("a", 70, params))
+    for index in range(3):
+        assert found["a", index].tokens == found["b", index].tokens == other["a", index].tokens
+    shared = 69 // engine.info.block_size * engine.info.block_size
+    parts = 2 if not caching else 1  # how often the prompt's full blocks are computed
+    assert engine.stats().real_tokens == 6 * (70 - shared) + parts * shared + 6 * 5
+    assert_idle(engine)

@@ -210,7 +210,7 @@ class Loop:
             media=tuple(media),
             segments=tuple(segments),
             slo=slo,
-            cache_salt=cache_salt,
+            cache_salt=cache_salt if self.blocks.prefix_caching else f"{number}",  # as InputProcessor does
             drop_shares=drop_shares,
         )
         added = self.scheduler.add(request)
@@ -343,9 +343,8 @@ class Loop:
         slots = [s.slot for s in running]
         assert None not in slots
         assert sorted(slots + scheduler._queues.free_slots) == list(range(self.config.max_num_seqs))
-        unqueued = [child for s in live for child in s.children if child.finish_reason is None]
-        assert len(running) + len(waiting) + len(unqueued) == len(live), "a live sequence is in no queue or in two"
-        assert {*running, *waiting, *unqueued} == set(live)
+        assert len(running) + len(waiting) == len(live), "a live sequence is in no queue or in two"
+        assert {*running, *waiting} == set(live)
         sampling = self._sampling()
         for sequence in self.sequences:
             flying = sampling[sequence.order]
@@ -401,7 +400,8 @@ class Loop:
         assert asked == {one for some in self.features._askers.values() for one in some}
         waiting = set(self.scheduler.waiting)
         assert self.features._holders._keys.keys() == {s for s in waiting if s.media_passed < s.media_held}
-        assert self.features._waiting._keys.keys() == {s for s in waiting if s.media_held < len(s.request.media)}
+        wanting = {s for s in waiting if s.media_held < len(s.request.media) and s not in self.scheduler._queues.parked}
+        assert self.features._waiting._keys.keys() == wanting
         for line in (self.features._holders, self.features._waiting):
             assert all(line._keys[s] == line.key(s) for s in line._keys), "out of order"
 
@@ -455,6 +455,7 @@ class Loop:
             for s in self.scheduler.waiting
             if (s in waiting or s in running)
             and not s.pending
+            and s not in self.scheduler._queues.parked  # it waits for blocks of another continuation
             and (self.features is None or self.features.can_start(s))
         ]
         assert not admitted or not left or max(admitted) < min(left)

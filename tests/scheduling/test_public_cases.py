@@ -7,7 +7,7 @@ from omni_jax.requests import InvalidRequest, Request, SamplingParams
 from omni_jax.scheduling.buckets import Buckets, default_buckets
 from omni_jax.scheduling.limits import SchedulerConfig, output_room
 from omni_jax.scheduling.scheduler import Scheduler
-from tests.scheduling.loop import Loop
+from tests.scheduling.loop import Loop, image_span
 
 
 def config(**changes) -> SchedulerConfig:
@@ -248,26 +248,55 @@ def test_pre_03_a_preempted_sequence_is_overtaken_by_none_that_could_not_start_w
 
 # -- n continuations of one prompt ------------------------------------------------------------------------------------
 
+CACHING = pytest.mark.parametrize("caching", [False, True], ids=["alone", "prefix caching"])
 
+
+@CACHING
 @pytest.mark.parametrize(("prompt", "tail"), [(1, 1), (4, 4), (5, 1), (8, 4), (17, 1), (19, 3)])
 @pytest.mark.parametrize("budget", [8, 64])
-def test_children_wait_for_the_prefill_and_compute_only_the_tail(prompt, tail, budget):
-    loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=budget)
-    parent, *children = loop.add(prompt, n=4, max_tokens=3)
-    assert list(loop.scheduler.waiting) == [parent]
-    while any(child.scheduled_at is None for child in children):
-        before = parent.computed
+def test_continuations_wait_for_the_blocks_of_the_prompt_and_compute_only_the_tail(prompt, tail, budget, caching):
+    loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=budget, prefix_caching=caching)
+    first, *others = loop.add(prompt, n=4, max_tokens=3)
+    shared = (prompt - 1) // 4 * 4
+    assert list(loop.scheduler.waiting) == [first, *others]
+    while any(other.scheduled_at is None for other in others):
+        before = first.computed
         loop.step()
-        assert before >= prompt or all(child.scheduled_at is None for child in children)
-    for child in children:
-        assert child.blocks[: (prompt - 1) // 4] == parent.blocks[: (prompt - 1) // 4]
+        assert before >= shared or all(other.scheduled_at is None for other in others)
+    for other in others:
+        assert other.blocks[: shared // 4] == first.blocks[: shared // 4]
     loop.run(steps=20)
     loop.check_endings()
-    assert loop.computed[parent] == prompt + 2
-    assert [loop.computed[child] for child in children] == [tail + 2] * 3
+    assert loop.computed[first] == prompt + 2
+    assert [loop.computed[other] for other in others] == [tail + 2] * 3
 
 
-def test_children_of_a_request_that_only_scores_end_with_it():
+@CACHING
+def test_continuations_wait_for_a_first_one_whose_prompt_is_scored(caching):
+    loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=8, prefix_caching=caching)
+    first, *others = loop.add(18, n=3, max_tokens=2, prompt_logprobs=1)
+    loop.run(steps=20)
+    loop.check_endings()
+    assert loop.computed[first] == 18 + 1
+    assert [loop.computed[other] for other in others] == [2 + 1] * 2
+
+
+def test_without_prefix_caching_requests_share_nothing():
+    loop = Loop(blocks=64, block_size=4, max_model_len=32)
+    prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2]
+    families = [loop.add(prompt, n=2, max_tokens=2) for _ in range(2)]
+    loop.run(steps=20)
+    again = loop.add(prompt, n=2, max_tokens=2)
+    (single,) = loop.add(prompt, max_tokens=2)
+    loop.run(steps=20)
+    loop.check_endings()
+    for first, second in (*families, again):
+        assert (loop.computed[first], loop.computed[second]) == (9 + 1, 1 + 1)
+    assert loop.computed[single] == 9 + 1
+    assert not loop.blocks.hits
+
+
+def test_continuations_of_a_request_that_only_scores_end_with_it():
     loop = Loop(blocks=64, block_size=4, max_model_len=32)
     loop.add(9, n=3, max_tokens=0, prompt_logprobs=1)
     loop.run(steps=10)
@@ -275,7 +304,7 @@ def test_children_of_a_request_that_only_scores_end_with_it():
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_children_of_an_aborted_request_are_aborted(steps):
+def test_all_continuations_of_a_request_are_aborted(steps):
     loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=8)
     family = loop.add(18, n=4, max_tokens=9)
     for _ in range(steps):
@@ -288,30 +317,31 @@ def test_children_of_an_aborted_request_are_aborted(steps):
 
 
 @pytest.mark.parametrize("what", ["preempted in its prefill", "preempted after it", "ends at its first token"])
-def test_children_of_a_parent_that_is_preempted_or_ends(what):
+def test_continuations_go_on_if_the_first_is_preempted_or_ends(what):
     loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=8, max_num_seqs=2)
-    parent, *children = loop.add(18, n=4, max_tokens=1 if what == "ends at its first token" else 6)
+    first, *others = loop.add(18, n=4, max_tokens=1 if what == "ends at its first token" else 6)
     for _ in range(1 if what == "preempted in its prefill" else 3):
         loop.step()
     if what != "ends at its first token":
-        loop.preempt(parent)
+        loop.preempt(first)
     loop.run(steps=100)
     loop.check_endings()
-    assert [loop.computed[child] for child in children] == [2 + children[0].max_output - 1] * 3
+    total = sum(loop.computed[sequence] for sequence in (first, *others))
+    assert total <= 18 + 4 * first.max_output - 1 + 3 * 2 + 2, "the prompt was computed twice"
 
 
-def test_children_run_when_their_parent_is_aborted_in_its_prefill():
+def test_continuations_run_when_the_first_is_aborted_in_its_prefill():
     loop = Loop(blocks=64, block_size=4, max_model_len=32, max_num_batched_tokens=8)
-    parent, *children = loop.add(18, n=3, max_tokens=6)
+    first, *others = loop.add(18, n=3, max_tokens=6)
     loop.step()
-    loop.scheduler.finish(parent, "abort")
+    loop.scheduler.finish(first, "abort")
     loop.run(steps=40)
     loop.check_endings()
-    assert {child.finish_reason for child in children} == {"length"}
+    assert {other.finish_reason for other in others} == {"length"}
 
 
-def test_blocks_of_waiting_children_cause_no_deadlock():
-    """The children of the first request hold its prompt's blocks while another needs the whole pool."""
+def test_continuations_that_wait_cause_no_deadlock():
+    """Those of the first request share its prompt's blocks while another needs the whole pool."""
     loop = Loop(blocks=8, block_size=4, max_model_len=32, max_num_seqs=2)
     (long,) = loop.add(4, max_tokens=28)
     family = loop.add(16, n=4, max_tokens=3)
@@ -320,26 +350,15 @@ def test_blocks_of_waiting_children_cause_no_deadlock():
     assert max(loop.admitted[s] for s in (long, *family)) <= 3
 
 
-def test_a_waiting_child_keeps_blocks_that_its_parent_holds():
-    """Dropping its references would free no block."""
-    loop = Loop(blocks=7, block_size=4, max_model_len=28, max_num_seqs=2)
-    _, child = loop.add(18, n=2, max_tokens=9)
-    (other,) = loop.add(4, max_tokens=5)
-    loop.run(steps=100)
+def test_continuations_with_images_larger_than_the_encoder_cache_encode_each_image_once():
+    """While they wait for the first one's blocks they need no features."""
+    loop = Loop(blocks=64, block_size=4, max_model_len=64, max_num_batched_tokens=8, feature_rows=8, max_patches=8)
+    images = [image_span("a", 1, 6), image_span("b", 9, 6), image_span("c", 17, 6)]
+    _, *others = loop.add(26, n=4, max_tokens=3, media=images)
+    loop.run(steps=60)
     loop.check_endings()
-    assert loop.admitted[other] == 2
-    assert loop.computed[child] == 2 + 8
-
-
-def test_blocks_of_waiting_children_are_freed_before_a_sequence_is_preempted():
-    loop = Loop(blocks=8, block_size=4, max_model_len=32)
-    loop.add(4, max_tokens=8)
-    loop.add(4, max_tokens=8)
-    _, child = loop.add(16, n=2, max_tokens=1)
-    loop.run(steps=40)
-    loop.check_endings()
-    assert loop.computed[child] == 16
-    assert loop.scheduler.num_preemptions == 0
+    assert set(loop.encoded.values()) == {1}
+    assert [loop.computed[other] for other in others] == [2 + 2] * 3
 
 
 # -- aborts and errors ------------------------------------------------------------------------------------------------
