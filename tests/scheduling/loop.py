@@ -287,9 +287,9 @@ class Loop:
         self.device.wipe()
         self.check()
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Preempt a sequence as if an earlier one needed its blocks."""
-        self.scheduler._preemption.preempt(sequence, 0, "blocks", sequence, wanted=1)
+    def preempt(self, sequence: Sequence, keep: int = 0) -> None:
+        """Preempt a sequence as if an earlier one needed its blocks after the first `keep`."""
+        self.scheduler._preemption.preempt(sequence, keep, "blocks", sequence, wanted=1)
         self.check()
 
     # -- results ------------------------------------------------------------------------------------------------------

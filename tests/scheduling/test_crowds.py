@@ -144,11 +144,11 @@ def test_an_abort_keeps_nothing_of_a_sequence_that_waits(why):
     for number in range(3 * MAX_CANDIDATES if why == "returning" else 40):
         media = [image_span("a" if why == "returning" else f"i{number}", 1, 6)] if pictures else []
         prompt = [i % 7 for i in range(60)] if why == "parked" else 9
-        run.add(prompt, media=media, max_tokens=3, ignore_eos=True, n=20 if why == "with blocks" else 1)
+        run.add(prompt, media=media, max_tokens=3, ignore_eos=True)
     while not any(WAITING[why](queues, sequence) for sequence in queues.waiting):
         run.step()
-        while why == "swapped" and queues.running:
-            run.preempt(queues.running[0])
+        while why in ("swapped", "with blocks") and queues.running:
+            run.preempt(queues.running[0], keep=why == "with blocks")
     names = sorted({s.request.id for s in queues.waiting if WAITING[why](queues, s)})[::2]
     ended = [weakref.ref(sequence) for name in names for sequence in run.scheduler.abort(name)]
     assert ended
