@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
-from omni_jax.memory.recycling import BlockUse, RecyclingPolicy, by_modality, count_use
+from omni_jax.memory.recycling import BlockUse, RecyclingPolicy, by_modality, decay
 
 _SPARE_ENTRIES = 64  # stale entries that a heap may have before they are counted
 
@@ -143,19 +143,26 @@ class BlockPool:
     def free(self, blocks: Iterable[int]) -> None:
         """Drop a reference to each block, and note its use if it is registered. Blocks without references become idle
         if they are registered, else free. Raises ValueError for a block without references."""
-        references = self._references
+        references, each_cached, now = self._references, self._cached, self.now
+        last, kept = now, 1.0  # share of the uses until `last` that still counts; the same for runs of blocks
         for block in blocks:
-            if references[block] < 1:
+            left = references[block] - 1
+            if left < 0:
                 raise ValueError(f"block {block} was freed more often than it was allocated or shared")
-            references[block] -= 1
-            cached = self._cached[block]
+            references[block] = left
+            cached = each_cached[block]
             if cached is not None:
-                now = max(self.now, cached.last_used)
-                cached.uses = count_use(cached.uses, cached.last_used, now)
-                cached.last_used = now
-                if not references[block]:
+                if cached.last_used < now:
+                    if cached.last_used != last:
+                        last = cached.last_used
+                        kept = decay(now - last)
+                    cached.uses = 1.0 + cached.uses * kept
+                    cached.last_used = now
+                else:
+                    cached.uses += 1.0
+                if not left:
                     self._drop_hold(cached)
-            elif not references[block]:
+            elif not left:
                 self._free.append(block)
 
     # -- registered blocks --------------------------------------------------------------------------------------------

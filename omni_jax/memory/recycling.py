@@ -40,10 +40,9 @@ class BlockUse:
 RecyclingPolicy = Callable[[BlockUse], float]
 
 
-def count_use(uses: float, last_used: float, now: float) -> float:
-    """Decayed number of uses after one more at `now`, given the number after the last one. It stays finite, because
-    old uses decay."""
-    return 1.0 + uses * 2.0 ** ((last_used - now) / HALF_LIFE_SECONDS)
+def decay(seconds: float) -> float:
+    """Share of a number of uses that still counts after so many seconds. So the number of uses stays finite."""
+    return 2.0 ** (-seconds / HALF_LIFE_SECONDS)
 
 
 def lru(use: BlockUse) -> float:

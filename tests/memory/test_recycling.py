@@ -13,7 +13,7 @@ from omni_jax.memory.recycling import (
     PINNED_BLOCKS,
     BlockUse,
     by_modality,
-    count_use,
+    decay,
     lfu,
     lru,
     make_recycling,
@@ -26,7 +26,7 @@ MODULE = "tests.memory.custom_recycling"
 def use(modality="text", *, depth=PINNED_BLOCKS, times=(0.0,)):
     uses, last = 0.0, times[0]
     for time in times:
-        uses, last = count_use(uses, last, time), time
+        uses, last = 1.0 + uses * decay(time - last), time
     return BlockUse(modality=modality, depth=depth, last_used=last, uses=uses)
 
 
@@ -54,7 +54,7 @@ def test_values_of_unused_blocks_keep_their_order(first, second, now):
 def test_counts_stay_finite_over_a_century():
     uses, now = 0.0, 0.0
     for step in (1e-9, 0.0, 1.0, 1e-3) * 1000 + (3e9, 1.0):
-        uses = count_use(uses, now, now + step)
+        uses = 1.0 + uses * decay(step)
         now += step
     assert 1 < uses < 3
     assert math.isfinite(lfu(BlockUse(modality="text", depth=0, last_used=now, uses=uses)))
