@@ -102,6 +102,11 @@ class BlockPool:
         """Number of references to a block."""
         return self._references[block]
 
+    def count_held(self, blocks: Iterable[int]) -> int:
+        """Number of those of `blocks` that have references."""
+        each = list(map(self._references.__getitem__, blocks))
+        return len(each) - each.count(0)
+
     def is_registered(self, block: int) -> bool:
         """Whether a block is registered. Its content must then not change, even with a single reference."""
         return self._cached[block] is not None

@@ -118,7 +118,7 @@ class Admission:
                 kept += need + own
                 continue
             if hits:
-                need -= sum(pool.references(block) == 0 for block in hits)
+                need -= len(hits) - pool.count_held(hits)
                 self._take_hits(sequence, hits)
                 if not can_start(self._features, sequence):  # its next image is after the hits
                     self.acquire_features()

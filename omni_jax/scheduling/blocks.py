@@ -98,7 +98,7 @@ class Blocks:
         Of `hits`, the cached blocks that it will share, only those without references count.
         """
         need = self.pool.blocks_for(len(sequence.known) - _dropped(sequence)) - len(sequence.blocks)
-        return need - sum(self.pool.references(block) > 0 for block in hits)
+        return need - self.pool.count_held(hits)
 
     def num_reserved(self, sequence: Sequence) -> int:
         """Number of free blocks to keep for a sequence in addition to those for its known tokens: one to grow by. With
