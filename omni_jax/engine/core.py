@@ -498,8 +498,8 @@ class EngineCore:
             taken.append(scored[start - first : stop - first, columns])
 
     def stats(self) -> EngineStats:
-        """A snapshot of the statistics. Thread-safe."""
-        running = {sequence.request.id for sequence in list(self.scheduler.running)}
+        """A snapshot of the statistics. Its cost does not grow with requests or blocks."""
+        running = self.scheduler.num_running
         encoder: dict[str, Any] = {}
         if self._encoder is not None and self.features is not None:
             encoder = {
@@ -515,13 +515,13 @@ class EngineCore:
         return dataclasses.replace(
             self._stats,
             **encoder,
-            num_requests_running=len(running),
-            num_requests_waiting=len({sequence.request.id for sequence in list(self.scheduler.waiting)} - running),
+            num_requests_running=running,
+            num_requests_waiting=self.scheduler.num_live - running,
             kv_cache_usage=self.pool.usage,
             num_preemptions=self.scheduler.num_preemptions,
             prefix_queries=dict(self._blocks.queries),
             prefix_hits=dict(self._blocks.hits),
-            pool=pool_usage(self.pool, [*self.scheduler.running, *self.scheduler.waiting]),
+            pool=pool_usage(self.pool, self._blocks.slots),
             swap=None if self._tier is None else self._tier.stats(),
             blocks_swapped=self._blocks.swapped,
             blocks_swapped_out=self._blocks.swapped_out,

@@ -2,8 +2,7 @@
 
 import collections
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.prefix import count_modalities
@@ -41,17 +40,8 @@ class PoolUsage:
     evictions: Mapping[Modality, int]
 
 
-def pool_usage(pool: BlockPool, sequences: Iterable[Sequence]) -> PoolUsage:
-    """The usage of a pool whose blocks the sequences hold."""
-    seen: set[int] = set()
-    slots: collections.Counter[Modality] = collections.Counter()
-    for sequence in sequences:
-        rows = sequence.computed - sequence.dropped
-        for first, stop in _runs(index for index, block in enumerate(sequence.blocks) if block not in seen):
-            start, end = first * pool.block_size, min(stop * pool.block_size, rows)
-            if start < end:
-                slots.update(_modalities(sequence, start, end))
-        seen.update(sequence.blocks)
+def pool_usage(pool: BlockPool, slots: Mapping[Modality, int]) -> PoolUsage:
+    """The usage of a pool with `slots` filled slots in held blocks, by modality."""
     return PoolUsage(
         block_size=pool.block_size,
         total=pool.num_usable,
@@ -59,9 +49,9 @@ def pool_usage(pool: BlockPool, sequences: Iterable[Sequence]) -> PoolUsage:
         cached=pool.num_idle,
         active=pool.num_used,
         peak_active=pool.peak_used,
-        shared=sum(pool.references(block) > 1 for block in seen),
-        active_slots={modality: slots[modality] for modality in MODALITIES},
-        unfilled_slots=len(seen) * pool.block_size - slots.total(),
+        shared=pool.num_shared,
+        active_slots={modality: slots.get(modality, 0) for modality in MODALITIES},
+        unfilled_slots=pool.num_used * pool.block_size - sum(slots.values()),
         evictions={modality: pool.evictions_by_modality[modality] for modality in MODALITIES},
     )
 
@@ -92,20 +82,15 @@ def check_leaks(pool: BlockPool, sequences: Iterable[Sequence]) -> None:
         )
 
 
-def _runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of each run of consecutive numbers."""
-    for _, run in itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
-        first, *rest = (index for _, index in run)
-        yield first, (rest[-1] if rest else first) + 1
-
-
-def _modalities(sequence: Sequence, start: int, stop: int) -> dict[Modality, int]:
+def count_rows(sequence: Sequence, start: int, stop: int) -> dict[Modality, int]:
     """The number of rows from start to stop in the sequence's cache, by modality."""
+    if start >= stop:
+        return {}
     if not sequence.dropped:
         return count_modalities(sequence.request, start, stop)
-    computed = sequence.computed  # read once, because another thread may change it
-    counts = count_modalities(sequence.request, 0, computed)
-    for modality, count in counts.items():
-        counts[modality] = count * (stop - start) // max(computed, 1)
-    counts["text"] += stop - start - sum(counts.values())
-    return counts
+    counts = {
+        modality: count * (stop - start) // sequence.computed
+        for modality, count in sequence.mixture.items()
+        if modality != "text"
+    }
+    return {"text": stop - start - sum(counts.values()), **counts}

@@ -51,6 +51,7 @@ class BlockPool:
         block_size: Tokens per block.
         now: Engine time in seconds, which the owner of the pool sets. Freed blocks are dated with it.
         peak_used: Maximum number of blocks in use at a time.
+        num_shared: Number of blocks with more than one reference.
         evictions_by_modality: Number of evicted blocks (a counter).
     """
 
@@ -60,7 +61,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.now = 0.0
-        self.peak_used = 0
+        self.peak_used = self.num_shared = 0
         self.evictions_by_modality: collections.Counter[str] = collections.Counter()
         self._recycling = recycling
         self._references = [0] * num_blocks
@@ -143,6 +144,7 @@ class BlockPool:
             if not references[block]:
                 self._hold(self._cached[block])
             references[block] += 1
+            self.num_shared += references[block] == 2
         self.peak_used = max(self.peak_used, self.num_used)
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -155,6 +157,7 @@ class BlockPool:
             if left < 0:
                 raise ValueError(f"block {block} was freed more often than it was allocated or shared")
             references[block] = left
+            self.num_shared -= left == 1
             cached = each_cached[block]
             if cached is not None:
                 if cached.last_used < now:

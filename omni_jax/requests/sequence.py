@@ -6,7 +6,7 @@ from typing import Any
 
 from omni_jax.requests.outputs import FinishReason
 from omni_jax.requests.request import Request
-from omni_jax.requests.segment import Segment
+from omni_jax.requests.segment import Modality, Segment
 
 Parcel = Any  # the handle that a scheduling.blocks.Swap returns for swapped blocks
 
@@ -52,6 +52,7 @@ class Sequence:
         digests: Digests of its first full blocks, computed as needed; see memory.prefix.
         registered: Number of leading blocks that are registered in the prefix cache or were found there.
         dropped: Number of cache rows removed by compression; computed - dropped remain.
+        mixture: Number of its prompt's tokens by modality; set when rows are dropped.
         cached: Number of prompt tokens found in the prefix cache.
         swapped: Its blocks in host memory or on disk.
         scored: Number of prompt tokens whose logprobs were returned (with prompt_logprobs).
@@ -81,6 +82,7 @@ class Sequence:
     digests: list[bytes] = dataclasses.field(default_factory=list)
     registered: int = 0
     dropped: int = 0
+    mixture: dict[Modality, int] = dataclasses.field(default_factory=dict)
     cached: int = 0
     swapped: Swapped | None = None
     scored: int = 0

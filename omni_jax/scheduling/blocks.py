@@ -17,10 +17,12 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from omni_jax.memory.accounting import count_rows
 from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.compression import share_at
-from omni_jax.memory.prefix import count_blocks, extend, modality
+from omni_jax.memory.prefix import count_blocks, count_modalities, extend, modality
 from omni_jax.requests import Sequence
+from omni_jax.requests.segment import Modality
 from omni_jax.requests.sequence import Parcel, Swapped
 
 
@@ -72,6 +74,7 @@ class Blocks:
 
     Attributes:
         queries, hits: Number of prompt tokens of admitted requests, and of those found in the cache, by modality.
+        slots: Number of filled slots of held blocks, by modality; those of shared blocks count once. See PoolUsage.
         dropped: Number of tokens dropped by compression.
         swapped_out, swapped_in, swapped: Number of blocks swapped out, swapped in, and out at present.
     """
@@ -88,6 +91,7 @@ class Blocks:
         self.prefix_caching, self.swap, self.compression = prefix_caching, swap, compression
         self.queries: collections.Counter[str] = collections.Counter()
         self.hits: collections.Counter[str] = collections.Counter()
+        self.slots: collections.Counter[Modality] = collections.Counter()
         self.dropped = self.swapped_out = self.swapped_in = self.swapped = 0
 
     # -- block counts -------------------------------------------------------------------------------------------------
@@ -136,10 +140,12 @@ class Blocks:
 
     def take_hits(self, sequence: Sequence, hits: list[int]) -> None:
         """Let a waiting sequence share the blocks that `match` found."""
+        size, idle = self.pool.block_size, sum(self.pool.references(block) == 0 for block in hits)  # the last ones
         self.pool.share(hits)
         sequence.blocks += hits
         sequence.registered = len(sequence.blocks)
-        sequence.computed += len(hits) * self.pool.block_size
+        sequence.computed += len(hits) * size
+        self.slots.update(count_rows(sequence, sequence.computed - idle * size, sequence.computed))
 
     def next_digest(self, sequence: Sequence, hits: int = 0) -> bytes | None:
         """Digest of the block that a sequence would compute next, after `hits` hits; None if it could not be cached."""
@@ -187,7 +193,9 @@ class Blocks:
 
     def _replace(self, sequence: Sequence, at: int) -> None:
         """Replace block number `at` of a sequence by the registered block with the same content."""
-        found = self.pool.find((sequence.digests[at],))
+        found, size = self.pool.find((sequence.digests[at],)), self.pool.block_size
+        if self.pool.references(found[0]):
+            self.slots.subtract(count_rows(sequence, at * size, (at + 1) * size))
         self.pool.share(found)
         self.pool.free((sequence.blocks[at],))
         sequence.blocks[at : at + 1] = found
@@ -209,6 +217,25 @@ class Blocks:
     def _extend(self, sequence: Sequence) -> None:
         extend(sequence.digests, sequence.request, sequence.known, self.pool.block_size)
 
+    # -- filled slots -------------------------------------------------------------------------------------------------
+
+    def fill(self, sequence: Sequence, count: int) -> None:
+        """Advance `computed`, and count the rows that the next `count` tokens of a sequence fill."""
+        if sequence.dropped:
+            self.slots.subtract(count_rows(sequence, 0, sequence.rows))
+            sequence.computed += count
+            self.slots.update(count_rows(sequence, 0, sequence.rows))
+            return
+        sequence.computed += count
+        self.slots.update(count_rows(sequence, sequence.computed - count, sequence.computed))
+
+    def _empty(self, sequence: Sequence, keep: int) -> None:
+        """Count the rows of a sequence's blocks after the first `keep` no more, where no other sequence holds them. A
+        sequence that holds a block holds those before it, so these are the last ones."""
+        blocks, references = sequence.blocks, self.pool.references
+        alone = bisect.bisect_left(range(keep, len(blocks)), True, key=lambda index: references(blocks[index]) == 1)
+        self.slots.subtract(count_rows(sequence, (keep + alone) * self.pool.block_size, sequence.rows))
+
     # -- preemption ---------------------------------------------------------------------------------------------------
 
     def truncate(self, sequence: Sequence, keep: int) -> None:
@@ -216,6 +243,7 @@ class Blocks:
         if sequence.swapped is not None and keep < sequence.swapped.first:
             self.drop_swapped(sequence)
         if len(sequence.blocks) > keep:
+            self._empty(sequence, keep)
             self.pool.free(reversed(sequence.blocks[keep:]))
             del sequence.blocks[keep:]
         if not keep:
@@ -280,7 +308,9 @@ class Blocks:
         self.swapped -= swapped.count
         if not self.swap.load(swapped.parcel, sequence.blocks[swapped.first : swapped.first + swapped.count]):
             return False
+        start = sequence.rows
         sequence.computed, sequence.dropped = swapped.computed, swapped.dropped
+        self.slots.update(count_rows(sequence, start, sequence.rows))
         self.swapped_in += swapped.count
         return True
 
@@ -327,11 +357,15 @@ class Blocks:
             return False
         target = own + taken
         compression.compact(sequence.blocks, rows, rows - drop, target)
+        self._empty(sequence, 0)
         kept = set(own)
         self.pool.free(reversed([block for block in sequence.blocks if block not in kept]))
         sequence.blocks = target
         sequence.registered = sequence.on_device_blocks = 0
+        if not sequence.dropped:
+            sequence.mixture = count_modalities(sequence.request, 0, sequence.num_prompt)
         sequence.dropped += drop
+        self.slots.update(count_rows(sequence, 0, sequence.rows))
         self.dropped += drop
         return True
 

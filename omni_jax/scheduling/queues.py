@@ -155,6 +155,7 @@ class Queues:
         holders: Waiting sequences that hold blocks, by the last of these.
         preempted: Those of them that had a slot before.
         free_slots: Slots that no sequence has.
+        running_requests: Number of running sequences of each request that has any.
     """
 
     def __init__(self, max_num_seqs: int, discipline: Discipline, can_start: Callable[[Sequence], bool]):
@@ -167,6 +168,7 @@ class Queues:
         self.holders: dict[int, SortedKeyList] = {}
         self.preempted: dict[Sequence, None] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.running_requests: collections.Counter[str] = collections.Counter()
         self._can_start = can_start
         self._last_blocks: dict[Sequence, int] = {}
 
@@ -212,6 +214,7 @@ class Queues:
         """Give a waiting sequence a slot. There must be a free one."""
         self._forget(sequence)
         sequence.slot = self.free_slots.pop()
+        self.running_requests[sequence.request.id] += 1
         bisect.insort(self.running, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
@@ -222,6 +225,9 @@ class Queues:
         index = bisect.bisect_left(self.running, sequence.order, key=_order)
         del self.running[index]
         self.free_slots.append(sequence.slot)
+        self.running_requests[sequence.request.id] -= 1
+        if not self.running_requests[sequence.request.id]:
+            del self.running_requests[sequence.request.id]
         sequence.slot = None
         sequence.on_device = False
 

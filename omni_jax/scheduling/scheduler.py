@@ -124,7 +124,13 @@ class Scheduler:
 
     @property
     def num_live(self) -> int:
+        """Number of live requests."""
         return len(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Number of live requests with a sequence that has a slot."""
+        return len(self._queues.running_requests)
 
     def has(self, request_id: str) -> bool:
         return request_id in self._live
@@ -264,8 +270,13 @@ class Scheduler:
             features=self.features,
         )
         self._in_flight[plan.number] = tuple([sequence for sequence, _ in rows])
+        text = 0  # tokens after their prompts
         for (sequence, count), sample in zip(rows, plan.samples.tolist(), strict=True):
-            sequence.computed += count
+            if sequence.computed < sequence.num_prompt or sequence.dropped:
+                self.blocks.fill(sequence, count)
+            else:
+                text += count
+                sequence.computed += count
             sequence.pending += sample
             sequence.served_at = now
             sequence.on_device, sequence.on_device_blocks = True, len(sequence.blocks)
@@ -274,6 +285,7 @@ class Scheduler:
                 self.events.append(Event(kind="resume", sequence=sequence, cause="turn"))
             if features is not None and sequence.request.media:
                 features.release_passed(sequence)
+        self.blocks.slots["text"] += text
         return plan
 
     def _limit(self, decoding: list[Sequence], now: float) -> tuple[budget.Pace | None, int]:

@@ -1,14 +1,13 @@
-"""Block pool usage, compared with counts by hand, and leaks that must be detected."""
+"""Block pool usage as the random schedules count it anew, compared with counts by hand; leaks that must be detected."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from omni_jax.memory.accounting import check_leaks, pool_usage
 from omni_jax.memory.block_pool import BlockPool
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
+from tests.memory.pool_walk import walk
 from tests.memory.test_block_pool import cached_chain
 
 
@@ -38,7 +37,7 @@ def slots(text=0, image=0, video=0, table=0):
 
 
 def test_an_empty_pool():
-    usage = pool_usage(BlockPool(9, 4), [])
+    usage = pool_usage(BlockPool(9, 4), {})
     assert (usage.block_size, usage.total, usage.free, usage.cached, usage.active) == (4, 8, 8, 0, 0)
     assert (usage.shared, usage.peak_active, usage.unfilled_slots) == (0, 0, 0)
     assert usage.active_slots == usage.evictions == slots()
@@ -53,7 +52,7 @@ def test_blocks_and_slots_are_counted():
     first = sequence(mine, 18, media=media, segments=segments)
     # Shares the first two blocks, and fills 5 of 8 slots of two others.
     second = sequence([*mine[:2], *more], 13, name="s", media=media, segments=segments)
-    usage = pool_usage(pool, [first, second])
+    usage = walk(pool, [first, second])
     assert (usage.total, usage.free, usage.cached, usage.active) == (19, 9, 3, 7)
     assert (usage.shared, usage.peak_active) == (2, 7)
     # First: 5 of text, 4 of the image, 2 of video, 3 of the table, 4 of text after it. Second, from token 8 on: 1 of
@@ -66,14 +65,15 @@ def test_blocks_and_slots_are_counted():
 def test_dropped_rows_are_not_counted():
     pool = BlockPool(20, 4)
     held = sequence(pool.allocate(5), 32, dropped=14, media=[image_span(0, 16)])
-    usage = pool_usage(pool, [held])
+    held.mixture = {"text": 24, "image": 16}
+    usage = walk(pool, [held])
     assert usage.active_slots == slots(text=9, image=9)
     assert usage.unfilled_slots == 20 - 18
 
 
 def test_blocks_without_computed_tokens_are_unfilled():
     pool = BlockPool(20, 4)
-    usage = pool_usage(pool, [sequence(pool.allocate(5), 0), sequence([], 0, name="waits")])
+    usage = walk(pool, [sequence(pool.allocate(5), 0), sequence([], 0, name="waits")])
     assert usage.active_slots == slots()
     assert usage.unfilled_slots == 20
 
@@ -84,36 +84,9 @@ def test_evictions_and_peak():
     cached_chain(pool, b"c")
     pool.share(pool.find([b"c"]))
     pool.free(pool.allocate(2))
-    usage = pool_usage(pool, [])
+    usage = pool_usage(pool, {})
     assert usage.evictions == slots(image=2)
     assert (usage.free, usage.cached, usage.active, usage.peak_active) == (2, 0, 1, 3)
-
-
-@given(st.data())
-def test_shared_blocks_count_once(data):
-    """Compared with slots that are filled one by one."""
-    size = data.draw(st.integers(1, 5))
-    pool = BlockPool(100, size)
-    media = [image_span(3, 5), image_span(9, 4, "video")]
-    filled, held = {}, []
-    for number in range(data.draw(st.integers(1, 5))):
-        parent = data.draw(st.sampled_from(held)) if held else None
-        full = 0 if parent is None else parent.computed // size
-        shared = [] if parent is None else parent.blocks[: data.draw(st.integers(0, full))]
-        pool.share(shared)
-        own = pool.allocate(data.draw(st.integers(0, 6)))
-        computed = data.draw(st.integers(len(shared) * size, (len(shared) + len(own)) * size))
-        held.append(sequence([*shared, *own], computed, name=str(number), media=media))
-        for token in range(computed):
-            kind = "image" if 3 <= token < 8 else "video" if 9 <= token < 13 else "text"
-            filled[held[-1].blocks[token // size], token % size] = kind
-    usage = pool_usage(pool, held)
-    counts = slots()
-    for kind in filled.values():
-        counts[kind] += 1
-    assert usage.active_slots == counts
-    assert usage.unfilled_slots == usage.active * size - len(filled)
-    check_leaks(pool, held)
 
 
 @pytest.mark.parametrize(

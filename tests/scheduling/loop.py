@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from omni_jax.cost.model import CostModel
+from omni_jax.memory.accounting import pool_usage
 from omni_jax.memory.block_pool import BlockPool
 from omni_jax.memory.encoder_cache import EncoderCache
 from omni_jax.requests import MediaSpan, Request, SamplingParams, Sequence
@@ -19,6 +20,7 @@ from omni_jax.scheduling.features import Features
 from omni_jax.scheduling.limits import SchedulerConfig
 from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.scheduling.scheduler import Scheduler
+from tests.memory.pool_walk import walk
 from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream, seen_prompt
 
 SLICE_SECONDS = 1.0  # assumed duration of a slice of the encoder
@@ -359,6 +361,8 @@ class Loop:
             assert self.swap.parcels == {s.swapped.parcel for s in live if s.swapped is not None}
             assert self.blocks.swapped == sum(s.swapped.count for s in live if s.swapped is not None)
         assert scheduler.num_live == len({s.request.id for s in live})
+        assert scheduler.num_running == len({s.request.id for s in running})
+        assert pool_usage(pool, self.blocks.slots) == walk(pool, live)
         self._check_line()
         if self.features is not None:
             self._check_features()
