@@ -77,6 +77,7 @@ class AsyncEngine:
         self._config = config
         self._cores = make_cores(config, progress, self._receive)
         self._dispatcher: Dispatcher | None = None
+        self._early: list[tuple[Core, FromCore]] = []  # messages that came before the dispatcher was made
         self._streams: dict[str, DeltaStream] = {}
         self._draining = False
 
@@ -101,6 +102,9 @@ class AsyncEngine:
                 core.stop()
             raise
         self._dispatcher = Dispatcher(self._config, self._cores, self._deliver)
+        for core, message in self._early:
+            self._dispatcher.receive(core, message)
+        self._early.clear()
         served = self._dispatcher.served
         self.info, self.tokenizer, self.vision = served.info, served.tokenizer, served.vision
 
@@ -179,10 +183,10 @@ class AsyncEngine:
         attached_cores. `client` is its number, from 1."""
         return link(self._config, [core for core in self._cores if isinstance(core, OwnedCore)], client)
 
-    def client_gone(self, client: int) -> None:
+    def client_gone(self, client: int, pid: int) -> None:
         """Abort the requests of a client whose process has ended."""
         for core in self._cores:
-            core.send(ClientGone(client))
+            core.send(ClientGone(client, pid))
 
     def check_health(self) -> None:
         """Raise EngineError if a core has failed, or a step of it hangs."""
@@ -203,7 +207,13 @@ class AsyncEngine:
 
     def _receive(self, core: Core, message: FromCore) -> None:
         """Take a message of a core, in any thread."""
-        self._call_soon(lambda: self._dispatcher and self._dispatcher.receive(core, message))
+        self._call_soon(lambda: self._take(core, message))
+
+    def _take(self, core: Core, message: FromCore) -> None:
+        if self._dispatcher is None:
+            self._early.append((core, message))
+        else:
+            self._dispatcher.receive(core, message)
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:

@@ -224,6 +224,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.num_live > 0 or bool(self._in_flight)
 
+    @property
+    def num_live(self) -> int:
+        """Number of requests that have not ended."""
+        return self.scheduler.num_live
+
     def has(self, request_id: str) -> bool:
         """Whether a request is live."""
         return self.scheduler.has(request_id)

@@ -8,9 +8,10 @@ import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
+import errno
 import logging
 import multiprocessing
+import os
 import shutil
 import threading
 import time
@@ -31,15 +32,17 @@ from omni_jax.engine.core_process import (
     Started,
     client_address,
     core_address,
+    envelope,
     run_core,
 )
+from omni_jax.engine.core_stats import CoreStats
 from omni_jax.engine.dispatcher import Core, Served
 from omni_jax.engine.messages import (
+    Attach,
     Decoder,
     Encoder,
     Failed,
     FromCore,
-    GetStats,
     Outputs,
     Ready,
     Stats,
@@ -52,14 +55,14 @@ from omni_jax.engine.tokenizer import read_tokenizer
 from omni_jax.interrupts import at_end, not_at_end
 from omni_jax.progress import StageReport
 from omni_jax.requests import EngineError
-from omni_jax.telemetry.recorder import Recorder, RecorderState
+from omni_jax.telemetry.recorder import RecorderState
 
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 20 * BEAT_SECONDS  # without a word after which a core counts as hanging
-ANSWER_SECONDS = 2.0  # to wait for a core's statistics; older ones are taken then
 JOIN_SECONDS = 10.0  # for a core's process to end by itself
 MAX_RESTARTS = 3  # in a row, with no output between them
+RETRY_SECONDS = 1.0  # after a start in place of another that failed; twice as long after each further one
 _POLL_MS = 100  # between looks at the cores, while they say nothing
 
 Receive = Callable[[Core, FromCore], object]
@@ -72,13 +75,13 @@ class CoreLink:
     Attributes:
         directory: Where the sockets are.
         client: Number of the client, from 1.
-        cores: Process and Started of each core.
+        cores: Process and Started of each core, and why it does not run, if it does not.
     """
 
     config: EngineConfig
     directory: Path
     client: int
-    cores: tuple[tuple[int, Started], ...]
+    cores: tuple[tuple[int, Started, Failed | None], ...]
 
 
 class AttachedCore:
@@ -87,19 +90,19 @@ class AttachedCore:
     Attributes:
         ready: See dispatcher.Core.
         pid: Its process; 0 before the start, and once it has ended.
+        failed: Why it has ended, until another process takes its place.
     """
 
     def __init__(self, index: int, config: EngineConfig, inbox: "Inbox", receive: Receive):
         self.index, self.pid = index, 0
+        self.failed: Failed | None = None
         self.ready: concurrent.futures.Future[Served] = concurrent.futures.Future()
         self._config, self._inbox, self._receive = config, inbox, receive
         self._lock = threading.RLock()  # of the socket
         self._socket: zmq.Socket | None = None
         self._encoder, self._sent = Encoder(), 0
         self._status, self._heard = Status(waiting=0, received=0, stalled=0.0), time.monotonic()
-        self._numbers = itertools.count()
-        self._asked: dict[int, concurrent.futures.Future[Stats]] = {}
-        self._stats, self._records = EngineStats(), Recorder().state()
+        self._stats = CoreStats()
 
     @property
     def sentinel(self) -> int | None:
@@ -111,13 +114,17 @@ class AttachedCore:
     def start(self) -> None:
         """Begin to listen to the core."""
         self._inbox.add(self)
+        if self.failed is not None:
+            self._receive(self, self.failed)
+        self.send(Attach())
 
     def send(self, message: ToCore) -> None:
         """Send a message to the core, if it runs."""
         with self._lock:
             if self._socket is not None:
-                self._socket.send_multipart([b"%d" % self._inbox.client, *self._encoder.encode(message)])
-                self._sent += not isinstance(message, GetStats)
+                sender = envelope(self._inbox.client, os.getpid())
+                self._socket.send_multipart([sender, *self._encoder.encode(message)])
+                self._sent += 1
 
     def status(self) -> Status:
         """Its latest state. A core that says nothing hangs, too."""
@@ -133,17 +140,15 @@ class AttachedCore:
         return max(self._config.hang_seconds or SILENCE_SECONDS, 2 * BEAT_SECONDS)
 
     def stats(self) -> EngineStats:
-        """Its statistics; those that were read last, if it does not answer."""
-        self._ask(window=False)
+        """Its latest statistics."""
         if not self.pid:  # it has ended
             idle = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage": 0.0}
-            return dataclasses.replace(self._stats, **idle)
-        return self._stats
+            return dataclasses.replace(self._stats.stats, **idle)
+        return self._stats.stats
 
     def records(self, *, window: bool) -> RecorderState:
-        """Its records, see Recorder.state; those that were read last, if it does not answer."""
-        self._ask(window=window)
-        return self._records
+        """Its latest records, see CoreStats.records."""
+        return self._stats.records(window=window)
 
     def stop(self) -> None:
         """Detach from the core."""
@@ -168,10 +173,8 @@ class AttachedCore:
         match message:
             case Status():
                 self._status = message
-            case Stats(number=number, stats=stats, records=records):
-                self._stats, self._records = stats, records
-                if (asked := self._asked.pop(number, None)) is not None:
-                    asked.set_result(message)
+            case Stats():
+                self._stats.take(message)
             case Failed(reason=reason, final=final):  # only the owner knows whether another one is started
                 self._lost(reason, final=final if pid == OWNER else not self._config.restart_core)
             case _:
@@ -187,7 +190,7 @@ class AttachedCore:
             socket.set_hwm(0)
             socket.connect(core_address(self._inbox.directory, self.index))
             self._sent, self._status = 0, Status(waiting=0, received=0, stalled=0.0)
-            self.pid, self._heard = pid, time.monotonic()
+            self.pid, self.failed, self._heard = pid, None, time.monotonic()
 
     def excuse(self) -> None:
         """Do not count the time so far as silence: this process was stopped."""
@@ -197,7 +200,9 @@ class AttachedCore:
         """The process has ended."""
 
     def look_after(self) -> None:
-        """Called now and then."""
+        """Called now and then. Its owner may have told of its end before this client listened."""
+        if self.pid and time.monotonic() - self._heard > self._patience and not _exists(self.pid):
+            self._lost("the engine core has ended", final=not self._config.restart_core)
 
     def end(self) -> None:
         """End what would outlive this process."""
@@ -212,19 +217,11 @@ class AttachedCore:
         """The core has stopped."""
         self._close(linger=0)  # it would send to the core's successor what this one has not read
         self.pid = 0
-        for asked in list(self._asked.values()):
-            asked.cancel()
-        self._receive(self, Failed(reason, final))
+        self._fail(Failed(reason, final))
 
-    def _ask(self, *, window: bool) -> None:
-        if not self.pid or time.monotonic() - self._heard > ANSWER_SECONDS:  # it would not answer either
-            return
-        number = next(self._numbers)
-        asked = self._asked[number] = concurrent.futures.Future()
-        self.send(GetStats(number, window))
-        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-            asked.result(ANSWER_SECONDS)
-        self._asked.pop(number, None)
+    def _fail(self, failed: Failed) -> None:
+        self.failed = failed
+        self._receive(self, failed)
 
 
 class OwnedCore(AttachedCore):
@@ -250,6 +247,7 @@ class OwnedCore(AttachedCore):
         super().__init__(index, config, inbox, receive)
         self._launch = Launch(config=config, index=index, directory=inbox.directory, clients=clients, prepare=prepare)
         self._progress, self._restarts, self._stopping = progress, 0, False
+        self._begin_at: float | None = None  # when to start another process
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self.started: Started | None = None
@@ -292,10 +290,10 @@ class OwnedCore(AttachedCore):
         """Where its sockets are."""
         return self._inbox.directory
 
-    def link(self) -> tuple[int, Started]:
-        """Process and Started, for a CoreLink."""
+    def link(self) -> tuple[int, Started, Failed | None]:
+        """Its part of a CoreLink."""
         assert self.started is not None
-        return self.pid, self.started
+        return self.pid, self.started, self.failed
 
     def ended(self) -> None:
         """The process has ended."""
@@ -306,7 +304,10 @@ class OwnedCore(AttachedCore):
         self._replace(f"the engine core {how}; see the log above for the reason")
 
     def look_after(self) -> None:
-        """End the process if it hangs."""
+        """End the process if it hangs; start another one if it is time to."""
+        if self._begin_at is not None and time.monotonic() >= self._begin_at and not self._stopping:
+            self._begin_at = None
+            self._begin()
         if self.pid and (seconds := self.status().stalled):
             self._replace(f"the engine has made no progress for {seconds:.0f} s")
 
@@ -372,9 +373,16 @@ class OwnedCore(AttachedCore):
         if not self.ready.done():
             if self.ready.set_running_or_notify_cancel():
                 self.ready.set_exception(error)
+        elif (
+            self._restarts < MAX_RESTARTS and not self._stopping
+        ):  # its devices' memory may not be free yet, for example
+            seconds = RETRY_SECONDS * 2**self._restarts
+            self._restarts += 1
+            logger.error("the engine core could not be started again, the next attempt is in %g s: %s", seconds, error)
+            self._begin_at = time.monotonic() + seconds
         else:
             logger.error("the engine core could not be started again: %s", error)
-            self._receive(self, Failed(str(error)))
+            self._fail(Failed(str(error)))
             self._tell_others(str(error), final=True)
 
     def _finish(self, started: Started) -> None:
@@ -485,3 +493,12 @@ class Inbox:
                 index, pid = map(int, envelope.split())
                 if (core := self._cores.get(index)) is not None:
                     core.take(pid, decoder.decode(frames))
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True

@@ -11,6 +11,7 @@ from omni_jax.engine.core import EngineCore
 from omni_jax.engine.messages import (
     Abort,
     Add,
+    Attach,
     ClientGone,
     End,
     Failed,
@@ -18,6 +19,7 @@ from omni_jax.engine.messages import (
     Outputs,
     ResetPrefixCache,
     SequenceOutput,
+    Stats,
     Status,
     Stop,
     ToCore,
@@ -25,6 +27,8 @@ from omni_jax.engine.messages import (
 from omni_jax.requests import EngineError, InvalidRequest, Request
 
 logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 0.25  # between two Stats of a core that works
 
 
 class CoreLoop:
@@ -44,19 +48,37 @@ class CoreLoop:
         self._progressed = time.monotonic()
         self._clients: dict[str, int] = {}  # of live requests, by their ids
         self._received = [0] * clients
+        self._gone: set[tuple[int, int]] = set()  # clients and their processes that have ended
+        self._absent: set[int] = set()  # clients of which no process listens
+        self._reported_at = 0.0  # when Stats were sent,
+        self._recorded = (0, 0)  # and how many requests and segments their records had
 
     @property
     def busy(self) -> bool:
         """Whether it has something to do. Thread-safe."""
         return self.core.has_work or bool(self._messages)
 
-    def put(self, client: int, message: ToCore) -> None:
-        """Give the core a message of a client."""
+    def put(self, client: int, message: ToCore, pid: int = 0) -> None:
+        """Give the core a message of a client, which process `pid` has sent."""
+        match message:
+            case ClientGone(client=gone, pid=ended):
+                self._gone.add((gone, ended))
+                self._absent.add(gone)
+            case Attach():
+                self._gone.discard((client, pid))
+                self._absent.discard(client)
+                self._received[client] = 0
+        if (client, pid) in self._gone:
+            return  # it was on its way when its sender ended
         if not self.busy:  # `status` may be asked before the loop has woken
             self._progressed = time.monotonic()
         self._received[client] += 1
         self._messages.append((client, message))
         self._wake.set()
+
+    def listens(self, client: int) -> bool:
+        """Whether a process of this client runs. What is sent to others would be kept for ever."""
+        return client not in self._absent
 
     def status(self, client: int) -> Status:
         """The state of the core, as one of its clients sees it."""
@@ -75,6 +97,7 @@ class CoreLoop:
         """Run until a Stop, or until the core fails; then tell all clients why."""
         with contextlib.closing(self.core):
             try:
+                self._report()
                 while not self._stopped:
                     self._turn()
             except Exception as error:
@@ -91,10 +114,22 @@ class CoreLoop:
             self._wake.wait()
         self._wake.clear()
         self._progressed = time.monotonic()
+        some = bool(self._messages)
         self._take_messages()
         if self.core.has_work and not self._stopped:
             self._send(self.core.step())
         self._progressed = time.monotonic()
+        if self._progressed - self._reported_at > STATS_SECONDS or (some and self.core.num_live == 0):
+            self._report()
+
+    def _report(self) -> None:
+        """Tell all clients the statistics."""
+        self._reported_at = time.monotonic()
+        records = self.core.recorder.state(after=self._recorded)
+        self._recorded = records.num_requests, records.num_segments
+        stats = self.core.stats()
+        for client in filter(self.listens, range(len(self._received))):
+            self._emit(client, Stats(stats, records))
 
     def _take_messages(self) -> None:
         while self._messages and not self._stopped:
@@ -110,6 +145,8 @@ class CoreLoop:
                         self._forget(name)
                 case ResetPrefixCache():
                     self.core.reset_prefix_cache()
+                case Attach():
+                    self._report()
                 case ClientGone(client=gone):
                     self._abort([name for name, owner in self._clients.items() if owner == gone])
                 case Stop():
@@ -140,6 +177,8 @@ class CoreLoop:
         """Emit outputs, each to the client of its request."""
         if not outputs:
             return
+        if self.core.num_live == 0:
+            self._report()
         if len(self._received) == 1:
             self._emit(0, Outputs(outputs))
         else:
@@ -147,7 +186,8 @@ class CoreLoop:
             for output in outputs:
                 by_client.setdefault(self._clients[output.request_id], []).append(output)
             for client, own in by_client.items():
-                self._emit(client, Outputs(own))
+                if self.listens(client):
+                    self._emit(client, Outputs(own))
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)

@@ -1,12 +1,13 @@
 """An engine core in a process of its own, seen from inside: its sockets and its end.
 
 Each client sends its messages to the core's socket, and the core sends to each client's; both are ZeroMQ over Unix
-sockets in a private directory. Two threads run here. One steps (CoreLoop) and sends outputs. The other receives,
-answers questions, and tells how the core is, also while a step takes long. Nothing here imports JAX before the devices
+sockets in a private directory. Two threads run here. One steps (CoreLoop) and sends outputs and statistics. The other
+receives, and tells how the core is, also while a step takes long. Nothing here imports JAX before the devices
 that this process may see are chosen.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from omni_jax.engine.config import EngineConfig, EngineInfo
-from omni_jax.engine.messages import Decoder, Encoder, FromCore, GetStats, Ready, Stats, Status, ToCore
+from omni_jax.engine.messages import Decoder, Encoder, FromCore, Ready, Status, ToCore
 from omni_jax.inputs.prompt import VisionInputs
 from omni_jax.interrupts import end_process
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 OWNER = 0  # in the place of a process, see `envelope`
 BEAT_SECONDS = 0.5  # at most this long after a Status comes the next
 PAUSE_SECONDS = 2 * BEAT_SECONDS  # between two turns of a loop that takes less: its process was stopped
+_PR_SET_PDEATHSIG = 1  # of Linux, prctl.h
 _POLL_SECONDS = 0.02  # between looks at a status that may have changed
 _SWITCH_SECONDS = 1e-3  # at most, before the thread that steps gets the interpreter from the one that receives
 
@@ -76,10 +78,10 @@ def client_address(directory: Path, client: int) -> str:
     return f"ipc://{directory}/client-{client}"
 
 
-def envelope(index: int, pid: int) -> bytes:
-    """The first frame of a core's messages: which core, and in which process, since another may take its place. OWNER
-    stands for the client that owns the cores."""
-    return b"%d %d" % (index, pid)
+def envelope(number: int, pid: int) -> bytes:
+    """The first frame of a message: which core or client has sent it, and in which process, since another may take its
+    place. OWNER stands for the client that owns the cores, if it speaks for one."""
+    return b"%d %d" % (number, pid)
 
 
 class Pauses:
@@ -130,6 +132,7 @@ def run_core(launch: Launch, pipe: Connection) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group; the client says when to stop
         signal.signal(number, signal.SIG_IGN)
+    _continue_without_parent()
     if launch.prepare is not None:
         launch.prepare()
     threading.Thread(target=_end_with, args=(pipe, launch), name="parent", daemon=True).start()
@@ -164,7 +167,7 @@ def run_core(launch: Launch, pipe: Connection) -> None:
 
 
 def _receive(context: zmq.Context, inbox: zmq.Socket, loop: "CoreLoop", launch: Launch) -> None:
-    """Pass messages on, answer questions about the state, and send the state when it changes."""
+    """Pass messages on, and send the state when it changes."""
     outbox, decoder, pauses = Outbox(context, launch, os.getpid()), Decoder(ToCore), Pauses()
     clients = range(launch.clients)
     for client in clients:
@@ -176,22 +179,27 @@ def _receive(context: zmq.Context, inbox: zmq.Socket, loop: "CoreLoop", launch: 
             waiting = inbox.poll(poll_ms if loop.busy else int(BEAT_SECONDS * 1000))
             while waiting:
                 envelope, *frames = inbox.recv_multipart()
-                client, message = int(envelope), decoder.decode(frames)
-                if isinstance(message, GetStats):
-                    records = loop.core.recorder.state(window=message.window)
-                    outbox.send(client, Stats(message.number, loop.core.stats(), records))
-                else:
-                    loop.put(client, message)
+                client, pid = map(int, envelope.split())
+                loop.put(client, decoder.decode(frames), pid)
                 waiting = inbox.poll(0)
             if pauses.noticed():
                 loop.excuse()
             now = time.monotonic()
-            for client in clients:
+            for client in filter(loop.listens, clients):
                 status = loop.status(client)
                 before, at = sent.get(client, (None, 0.0))
                 if status != before or now - at >= BEAT_SECONDS:
                     outbox.send(client, status)
                     sent[client] = status, now
+
+
+def _continue_without_parent() -> None:
+    """Let the kernel continue this process when its parent ends, should it be stopped: otherwise it could not end.
+
+    The signal also comes when the parent's thread ends that started this process, which changes nothing.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _end_with(pipe: Connection, launch: Launch) -> None:

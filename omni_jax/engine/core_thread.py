@@ -7,8 +7,9 @@ from collections.abc import Callable
 from omni_jax.engine.config import EngineConfig
 from omni_jax.engine.core import EngineCore
 from omni_jax.engine.core_loop import CoreLoop
+from omni_jax.engine.core_stats import CoreStats
 from omni_jax.engine.dispatcher import Served
-from omni_jax.engine.messages import FromCore, Status, Stop, ToCore
+from omni_jax.engine.messages import FromCore, Stats, Status, Stop, ToCore
 from omni_jax.engine.stats import EngineStats
 from omni_jax.progress import StageReport
 from omni_jax.requests import Unavailable
@@ -37,6 +38,7 @@ class ThreadCore:
         self.ready: concurrent.futures.Future[Served] = concurrent.futures.Future()
         self._config, self._progress, self._receive = config, progress, receive
         self._loop: CoreLoop | None = None
+        self._stats = CoreStats()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -65,12 +67,12 @@ class ThreadCore:
         return Status(waiting=0, received=0, stalled=0.0) if self._loop is None else self._loop.status(0)
 
     def stats(self) -> EngineStats:
-        """Its statistics."""
-        return EngineStats() if self._loop is None else self._loop.core.stats()
+        """Its latest statistics."""
+        return self._stats.stats
 
     def records(self, *, window: bool) -> RecorderState:
-        """Its records of requests and segments, see Recorder.state."""
-        return self.core.recorder.state(window=window)
+        """Its latest records, see CoreStats.records."""
+        return self._stats.records(window=window)
 
     def stop(self) -> None:
         """End the thread after the messages sent so far."""
@@ -90,10 +92,16 @@ class ThreadCore:
             if self.ready.set_running_or_notify_cancel():
                 self.ready.set_exception(error)
             return
-        self._loop = CoreLoop(core, lambda _, message: self._receive(self, message))
+        self._loop = CoreLoop(core, lambda _, message: self._emit(message))
         if self._stopping:
             self._loop.put(0, Stop())
         if self.ready.set_running_or_notify_cancel():
             loaded = core.loaded
             self.ready.set_result(Served(info=loaded.info, tokenizer=loaded.tokenizer, vision=loaded.vision))
         self._loop.run()
+
+    def _emit(self, message: FromCore) -> None:
+        if isinstance(message, Stats):
+            self._stats.take(message)
+        else:
+            self._receive(self, message)

@@ -78,9 +78,10 @@ def attached_cores(link: CoreLink, receive: Receive) -> tuple[AttachedCore, ...]
     """Running cores that another process owns."""
     inbox = Inbox(link.directory, link.client)
     cores = []
-    for index, (pid, started) in enumerate(link.cores):
+    for index, (pid, started, failed) in enumerate(link.cores):
         core = AttachedCore(index, link.config, inbox, receive)
         core.attach(pid)
+        core.failed = failed
         core.ready.set_result(inbox.served(link.config, started))
         cores.append(core)
     return tuple(cores)

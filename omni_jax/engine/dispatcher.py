@@ -259,7 +259,7 @@ class Dispatcher:
         return dataclasses.replace(total(self.core_stats()), requests_finished=dict(self._outputs.finished))
 
     def recorder(self, *, window: bool = True) -> Recorder:
-        """Records of the requests and segments of all cores, for reading; see Recorder.state."""
+        """Records of the requests and segments of all cores, for reading; without `window`, only totals."""
         return Recorder.of([core.records(window=window) for core in self.cores])
 
     def check_health(self) -> None:

@@ -55,17 +55,15 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Clear the prefix cache before the next step."""
 
 
-class GetStats(msgspec.Struct, frozen=True, tag=True):
-    """Ask for Stats with the same number; see Recorder.state for `window`."""
-
-    number: int
-    window: bool
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """A client begins to listen, in a new process. It gets Stats."""
 
 
 class ClientGone(msgspec.Struct, frozen=True, tag=True):
-    """A client has ended: abort its requests."""
+    """The process of a client has ended: abort its requests, those too that are still on their way."""
 
     client: int
+    pid: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -119,9 +117,13 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Answer to GetStats."""
+    """The statistics of a core, sent some times a second while it works, and before the outputs that leave it idle. So
+    they are exact once all streams have ended.
 
-    number: int
+    Attributes:
+        records: Its totals, and the records of requests and segments since the Stats before.
+    """
+
     stats: EngineStats
     records: RecorderState
 
@@ -137,7 +139,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     final: bool = True
 
 
-ToCore = Add | Abort | End | ResetPrefixCache | GetStats | ClientGone | Stop
+ToCore = Attach | Add | Abort | End | ResetPrefixCache | ClientGone | Stop
 FromCore = Outputs | Status | Stats | Ready | Failed
 
 Frames = list[bytes | memoryview]

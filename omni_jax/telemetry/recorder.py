@@ -9,11 +9,12 @@ tower, `encoding` and `encoded`.
 import bisect
 import collections
 import dataclasses
+import itertools
 import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from omni_jax.requests import MediaSpan, Request
 from omni_jax.requests import Sequence as Continuation
@@ -37,6 +38,8 @@ from omni_jax.telemetry.figures import (
 from omni_jax.telemetry.records import Record, RequestRecord, SegmentRecord
 
 logger = logging.getLogger(__name__)
+
+_R = TypeVar("_R")
 
 WINDOW = 2048  # latest requests, and latest segments, that statistics cover
 _MAX_IMAGES = 8192  # images whose time in the vision tower is kept
@@ -328,12 +331,12 @@ class Recorder:
                 merged.append((began, ended))
         return merged
 
-    def state(self, *, window: bool = True) -> "RecorderState":
-        """Its statistics as plain data. Without `window`, which takes milliseconds, the latest records are left out."""
+    def state(self, *, after: tuple[int, int] = (0, 0)) -> "RecorderState":
+        """Its statistics as plain data, with the latest records after so many requests and segments."""
         with self._lock:
             return RecorderState(
-                requests=list(self._requests) if window else [],
-                segments=list(self._ended) if window else [],
+                requests=_last(self._requests, self._num_requests - after[0]),
+                segments=_last(self._ended, self._num_segments - after[1]),
                 num_requests=self._num_requests,
                 num_segments=self._num_segments,
                 histograms=[(*key, tuple(found.counts), found.sum) for key, found in self._histograms.items()],
@@ -409,6 +412,11 @@ class Recorder:
                 "blocks_taken": self.blocks_taken,
             },
         }
+
+
+def _last(records: collections.deque[_R], count: int) -> list[_R]:
+    """The last `count` records, or all that there are."""
+    return list(itertools.islice(reversed(records), count))[::-1]
 
 
 def _verdicts(record: RequestRecord) -> list[tuple[Modality, Objective, bool]]:

@@ -61,7 +61,7 @@ class ApiProcesses:
         count: int,
         *,
         run: Callable[[Launch, Connection], object],
-        gone: Callable[[int], object],
+        gone: Callable[[int, int], object],
     ):
         """Starts processes. Call it on the event loop.
 
@@ -69,7 +69,7 @@ class ApiProcesses:
             launch: describes a process by its number.
             count: how many there are; their numbers begin with 1.
             run: runs in each process; the connection leads to this one.
-            gone: called with the number of one that has ended, but was not told to.
+            gone: called with the number and the pid of one that has ended, but was not told to.
         """
         self._launch, self._run, self._gone = launch, run, gone
         self._loop = asyncio.get_running_loop()
@@ -123,7 +123,8 @@ class ApiProcesses:
             self._all_ended.set()
         if self._draining:
             return
-        self._gone(number)
+        assert process.pid is not None
+        self._gone(number, process.pid)
         steady = self._loop.time() - started > _STEADY_SECONDS
         failures = self._failures[number] = 1 if steady else self._failures[number] + 1
         if failures > MAX_RESTARTS:

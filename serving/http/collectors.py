@@ -90,14 +90,28 @@ class _Families:
 
 
 class EngineCollector(Collector):
-    """Metrics of EngineStats and EngineInfo."""
+    """Metrics of one snapshot of an engine.
 
-    def __init__(self, stats: Callable[[], Any], info: Any, model_name: str):
-        self._stats, self._info = stats, info
+    Args:
+        stats: returns the engine's EngineStats.
+        recorder: returns the engine's Recorder.
+        info: the engine's EngineInfo.
+        model_name: value of the label model_name.
+    """
+
+    def __init__(self, stats: Callable[[], Any], recorder: Callable[[], Recorder], info: Any, model_name: str):
+        self._stats, self._recorder, self._info, self._model_name = stats, recorder, info, model_name
         self._families = _Families(model_name)
 
     def collect(self) -> Iterator[Metric]:
-        stats, info, make = self._stats(), self._info, self._families
+        stats, recorder = self._stats(), self._recorder()
+        yield from self._engine(stats)
+        yield from self._memory(stats)
+        yield from self._records(recorder)
+
+    def _engine(self, stats: "EngineStats") -> Iterator[Metric]:
+        """Steps, tokens and the model."""
+        info, make = self._info, self._families
         for name, field, text in _GAUGES:
             yield make.single(GaugeMetricFamily, name, text, getattr(stats, field))
         for name, field, text in _COUNTERS:
@@ -119,16 +133,9 @@ class EngineCollector(Collector):
         text = "Number of reasons for which XLA replaces an attention kernel; /stats lists them."
         yield make.single(GaugeMetricFamily, "omni_jax:attention_fallbacks", text, len(info.attention_fallbacks))
 
-
-class MemoryCollector(Collector):
-    """Metrics of the KV cache: prefix cache, blocks, swap and compression."""
-
-    def __init__(self, stats: "Callable[[], EngineStats]", model_name: str):
-        self._stats = stats
-        self._families = _Families(model_name)
-
-    def collect(self) -> Iterator[Metric]:
-        stats, make = self._stats(), self._families
+    def _memory(self, stats: "EngineStats") -> Iterator[Metric]:
+        """The KV cache: prefix cache, blocks, swap and compression."""
+        make = self._families
         if stats.pool is not None:
             yield from self._pool(stats.pool, stats.blocks_swapped)
         if stats.swap is not None:
@@ -166,16 +173,9 @@ class MemoryCollector(Collector):
         text = "Number of swapped sequences lost to an error and recomputed."
         yield self._families.single(CounterMetricFamily, "omni_jax:swap_lost", text, swap.lost)
 
-
-class RecorderCollector(Collector):
-    """Metrics of the recorder: objectives, pauses, preemptions and times of segments."""
-
-    def __init__(self, recorder: Callable[[], Recorder], model_name: str):
-        self._recorder, self._model_name = recorder, model_name
-        self._families = _Families(model_name)
-
-    def collect(self) -> Iterator[Metric]:
-        recorder, make = self._recorder(), self._families
+    def _records(self, recorder: Recorder) -> Iterator[Metric]:
+        """Objectives, pauses, preemptions and times of segments."""
+        make = self._families
         attainment = GaugeMetricFamily(
             "omni_jax:slo_attainment",
             "Share of recent requests with an objective that met it.",

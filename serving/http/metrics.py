@@ -9,7 +9,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from omni_jax.requests import SamplingParams
 from omni_jax.telemetry.figures import REQUEST_SECONDS
 from omni_jax.telemetry.recorder import Recorder
-from serving.http.collectors import EngineCollector, MemoryCollector, RecorderCollector
+from serving.http.collectors import EngineCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,9 +47,7 @@ class Metrics:
         shared: bool = False,
     ):
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(stats, info, model_name))
-        self._registry.register(RecorderCollector(recorder, model_name))
-        self._registry.register(MemoryCollector(stats, model_name))
+        self._registry.register(EngineCollector(stats, recorder, info, model_name))
         counted = None if shared else self._registry  # where what is counted here is registered
         self._counts = MultiProcessCollector(self._registry) if shared else self._registry
         if not shared:
@@ -133,5 +131,5 @@ class Metrics:
             self._max_tokens.observe(params.max_tokens)
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus's text format. Takes longer the more blocks are in use, so call it in a thread."""
+        """All metrics in Prometheus's text format. Takes milliseconds, so call it in a thread."""
         return generate_latest(self._registry)

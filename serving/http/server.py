@@ -176,11 +176,18 @@ async def _health(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     if server.draining:
         raise ApiError(503, "the server is shutting down")
+    reason = ""
     try:
         server.engine.check_health()
     except EngineError as error:
-        logger.error("health check failed: %s", error)
-        raise ApiError(503, "the engine is not healthy; see the server's log for the reason") from None
+        reason = str(error)
+    if reason and not server.unhealthy:  # once, though probes come every few seconds
+        logger.error("the engine is not healthy: %s", reason)
+    elif server.unhealthy and not reason:
+        logger.info("the engine is healthy again")
+    server.unhealthy = reason
+    if reason:
+        raise ApiError(503, "the engine is not healthy; see the server's log for the reason")
     return web.Response()
 
 

@@ -42,6 +42,7 @@ class Server:
         media_pool: threads that decode images and videos, so that text does not wait for them.
         metrics_pool: a thread that writes /metrics, which waits for no request.
         created: Unix seconds of the start.
+        unhealthy: why the engine is not healthy, at the latest look at /health; empty if it is.
         draining: whether the server is shutting down and rejects new requests.
         session: HTTP session that fetches media; set while the app runs.
     """
@@ -60,6 +61,7 @@ class Server:
     media_pool: ThreadPoolExecutor
     metrics_pool: ThreadPoolExecutor
     created: int
+    unhealthy: str = ""
     draining: bool = False
     session: aiohttp.ClientSession | None = None
 

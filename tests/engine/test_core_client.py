@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from benchmarks.host import stand_in
-from omni_jax.engine import core_client, core_process, loading
+from omni_jax.engine import core_client, core_loop, core_process, loading
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.core_client import AttachedCore, Inbox, OwnedCore
 from omni_jax.engine.core_loop import CoreLoop
@@ -23,7 +23,20 @@ from omni_jax.engine.cores import link
 from omni_jax.engine.detokenizer import Detokenizer
 from omni_jax.engine.dispatcher import Dispatcher
 from omni_jax.engine.engine import Engine
-from omni_jax.engine.messages import Abort, Add, End, Failed, Outputs, Ready, SequenceOutput, Status
+from omni_jax.engine.messages import (
+    Abort,
+    Add,
+    Attach,
+    ClientGone,
+    End,
+    Failed,
+    Outputs,
+    Ready,
+    ResetPrefixCache,
+    SequenceOutput,
+    Stats,
+    Status,
+)
 from omni_jax.requests import EngineError, InvalidRequest
 from tests.engines import greedy, request
 
@@ -373,3 +386,91 @@ def test_vllm_11076_an_owner_that_fails_does_not_wait_for_its_core(tmp_path):
     assert owner.returncode == 1
     assert b"a fault of the owner" in errors
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_core_that_ended_before_its_client_listened_is_noticed(attached):
+    """The owner's word of it is lost if nobody listens within a second."""
+    core, received = attached()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for pid, found in ((os.getpid(), []), (ended.pid, [Failed("the engine core has ended", final=False)])):
+        core.pid, core._heard = pid, -1000.0
+        core.look_after()
+        assert received == found
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loop(config, monkeypatch):
+    """The loop of a core with two clients, and what they receive."""
+    monkeypatch.setattr(loading, "Runner", stand_in.StandInRunner)
+    received = []
+    return CoreLoop(Engine(config).core, lambda client, message: received.append((client, message)), 2), received
+
+
+def turn(loop: CoreLoop) -> None:
+    while loop.busy:
+        loop._turn()
+
+
+def new(name: str) -> Add:
+    return Add(request(name, 9, greedy(max_tokens=3, seed=1)))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_statistics_come_before_the_outputs_that_leave_a_core_idle(loop, monkeypatch, seconds):
+    loop, received = loop
+    monkeypatch.setattr(core_loop, "STATS_SECONDS", seconds)
+    for count in (1, 2, 3):
+        received.clear()
+        loop.put(1, new("a"))
+        turn(loop)
+        own = [message for client, message in received if client == 1]
+        at = max(index for index, message in enumerate(own) if isinstance(message, Outputs))
+        last = next(message for message in reversed(own[:at]) if isinstance(message, Stats))
+        assert (last.stats.generation_tokens, last.stats.num_requests_running) == (3 * count, 0)
+        assert last.stats.pool is not None
+        assert last.stats.pool.active == 0
+        assert last.records.num_requests == count
+        told = [message for client, message in received if client == 0]
+        assert [len(message.records.requests) for message in told if message.records.requests] == [1]
+        assert len(told) == 1 if seconds else len(told) > 3
+
+
+def test_an_abort_and_a_cleared_cache_are_told_too(loop, monkeypatch):
+    loop, received = loop
+    monkeypatch.setattr(core_loop, "STATS_SECONDS", 1e9)
+    loop.put(0, Add(request("a", 40, greedy(max_tokens=400, seed=1))))
+    for _ in range(5):
+        loop._turn()
+    loop.put(0, Abort(["a"]))
+    turn(loop)
+    before = [message.stats.pool.cached for _, message in received if isinstance(message, Stats)][-1]
+    loop.put(0, ResetPrefixCache())
+    turn(loop)
+    stats = [message.stats for _, message in received if isinstance(message, Stats)][-1]
+    assert (before > 0, stats.pool.cached, stats.requests_finished["abort"]) == (True, 0, 1)
+
+
+def test_requests_of_a_client_that_has_ended_are_not_taken_though_they_come_late(loop):
+    """They come by another socket than the word of its end."""
+    loop, received = loop
+    loop.put(1, new("early"), pid=7)
+    loop.put(0, ClientGone(1, 7), pid=1)
+    loop.put(1, new("late"), pid=7)
+    loop.put(0, new("other"), pid=1)
+    turn(loop)
+    assert {client for client, _ in received} == {0}, "nobody would read it"
+    [name] = {
+        output.request_id for _, message in received if isinstance(message, Outputs) for output in message.outputs
+    }
+    assert name == "other"
+    assert not loop.listens(1)
+    loop.put(1, Attach(), pid=8)
+    assert (loop.listens(1), loop.status(1).received) == (True, 1)
+    loop.put(1, new("successor"), pid=8)
+    received.clear()
+    turn(loop)
+    assert {type(message) for client, message in received if client == 1} == {Stats, Outputs}

@@ -16,10 +16,9 @@ import pytest
 
 from benchmarks.host import stand_in
 from checkpoints.errors import CheckpointError
-from omni_jax.engine import loading
+from omni_jax.engine import core_client, loading
 from omni_jax.engine.async_engine import AsyncEngine
 from omni_jax.engine.config import EngineConfig
-from omni_jax.engine.core_client import AttachedCore
 from omni_jax.engine.core_loop import CoreLoop
 from omni_jax.engine.cores import attached_cores, process_cores
 from omni_jax.engine.dispatcher import LOST
@@ -81,20 +80,17 @@ async def test_a_process_gives_the_same_outputs_as_a_call(config, monkeypatch):
             answers = await asyncio.gather(*(collect(client.submit(item)) for item in REQUESTS))
             found = {(r.id, index): a for r, many in zip(REQUESTS, answers, strict=True) for index, a in many.items()}
             assert found == expected
-        await idle(engine)
-        assert engine.stats().prompt_tokens == 3 * sum(len(item.prompt_ids) for item in REQUESTS)
-        assert (
-            engine.recorder.summary()["requests"]["finished"]
-            == 3 * len(expected)
-            == other.recorder.summary()["requests"]["finished"]
-        )
+        for client in (engine, other):
+            await idle(client)
+            assert client.stats().prompt_tokens == 3 * sum(len(item.prompt_ids) for item in REQUESTS)
+            assert client.recorder.summary()["requests"]["finished"] == 3 * len(expected)
         with pytest.raises(InvalidRequest, match="context"):
             engine.submit(request("long", 600))
 
         endless = other.submit(request("endless", 20, greedy(max_tokens=None)))
         await anext(endless)
         await other.stop()  # as its process would, without a word about its requests
-        engine.client_gone(1)
+        engine.client_gone(1, os.getpid())
         await idle(engine)
     assert not Path(link.directory).exists()
 
@@ -158,8 +154,9 @@ def start_once(marker: str) -> None:
     stand_in.use(SLOW)
 
 
-async def test_all_clients_hear_that_no_core_comes_back(config, tmp_path):
+async def test_all_clients_hear_that_no_core_comes_back(config, tmp_path, monkeypatch):
     config = EngineConfig(**{**vars(config), "restart_core": True})
+    monkeypatch.setattr(core_client, "RETRY_SECONDS", 0.01)
     prepare = partial(start_once, str(tmp_path / "started"))
     engine = AsyncEngine(config, make_cores=partial(process_cores, clients=2, prepare=prepare))
     await engine.start()
@@ -176,7 +173,49 @@ async def test_all_clients_hear_that_no_core_comes_back(config, tmp_path):
         with pytest.raises(EngineError, match="exit code 7"):
             client.submit(request("c", 20))
     await other.stop()
+    late = AsyncEngine.attach(engine.link(1))  # a process of this client is started again
+    async with asyncio.timeout(60):
+        await late.start()
+    for call in (late.check_health, late.check_queue):
+        with pytest.raises(EngineError, match="exit code 7"):
+            call()
+    await late.stop()
     await engine.stop()
+
+
+def fail_once(folder: str) -> None:
+    """Let a core start, the first one in its place end while it loads, and the next one start."""
+    number = len(list(Path(folder).iterdir()))
+    (Path(folder) / str(number)).touch()
+    if number == 1:
+        os._exit(7)
+    stand_in.use(SLOW)
+
+
+async def test_a_start_in_place_of_another_that_fails_is_tried_again(config, tmp_path, monkeypatch):
+    """What the core before it held may not be free yet."""
+    monkeypatch.setattr(core_client, "RETRY_SECONDS", 0.01)
+    config = EngineConfig(**{**vars(config), "restart_core": True})
+    engine = AsyncEngine(config, make_cores=partial(process_cores, prepare=partial(fail_once, str(tmp_path))))
+    await engine.start()
+    os.kill(core_pid(engine), signal.SIGKILL)
+    waiting = engine.submit(request("waiting", 20, greedy(max_tokens=3)))
+    assert (await collect(waiting))[0].finish_reason == "length"
+    assert len(list(tmp_path.iterdir())) == 3
+    engine.check_health()
+    await engine.stop()
+
+
+async def test_statistics_are_exact_once_all_streams_have_ended(config, monkeypatch):
+    async with started(config) as engine:
+        for count in (1, 2):
+            streams = [engine.submit(request(str(number), 20, greedy(max_tokens=5))) for number in range(9)]
+            await asyncio.gather(*map(collect, streams))
+            stats = engine.stats()
+            assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+            assert (stats.generation_tokens, stats.prompt_tokens) == (count * 9 * 5, count * 9 * 20)
+            assert engine.recorder.summary()["requests"]["window"] == count * 9
+            assert engine.totals.summary()["requests"]["finished"] == count * 9
 
 
 OWNER = """
@@ -201,8 +240,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["await asyncio.sleep(600)", "end_process(3)", "raise SystemExit(3)"])
-async def test_what_a_core_has_ends_with_its_owner_however_that_ends(config, tmp_path, end):
+@pytest.mark.parametrize(
+    ("end", "stopped"),
+    [
+        ("await asyncio.sleep(600)", False),
+        ("await asyncio.sleep(600)", True),
+        ("end_process(3)", False),
+        ("raise SystemExit(3)", False),
+    ],
+)
+async def test_what_a_core_has_ends_with_its_owner_however_that_ends(config, tmp_path, end, stopped):
     program, temporary = tmp_path / "owner.py", tmp_path / "tmp"
     temporary.mkdir()
     program.write_text(OWNER.replace("END", end))
@@ -214,6 +261,8 @@ async def test_what_a_core_has_ends_with_its_owner_however_that_ends(config, tmp
     ) as owner:
         assert owner.stdout is not None
         pid = int(await asyncio.to_thread(owner.stdout.readline))
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
         if end.startswith("await"):
             owner.kill()
         assert await asyncio.to_thread(owner.wait) in (3, -signal.SIGKILL)
@@ -228,14 +277,6 @@ def test_a_core_that_was_idle_for_long_does_not_hang_when_a_request_comes():
     assert loop.status(0).stalled == 0.0
     loop._progressed -= 1000.0
     assert loop.status(0).stalled > 1000.0
-
-
-def test_a_core_that_says_nothing_is_not_asked_for_statistics(config):
-    core = AttachedCore(0, config, inbox=None, receive=None)
-    core.pid, core._heard = 1, -1000.0
-    core.stats()
-    core.records(window=True)
-    assert next(core._numbers) == 0, "each question would wait for ANSWER_SECONDS"
 
 
 async def test_a_process_that_cannot_be_started_is_an_error(config, monkeypatch):

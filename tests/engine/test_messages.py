@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from omni_jax.engine.messages import (
     Abort,
     Add,
+    Attach,
+    ClientGone,
     Decoder,
     Encoder,
     End,
     Failed,
     FromCore,
-    GetStats,
     Outputs,
     SequenceOutput,
     Stats,
@@ -99,8 +100,9 @@ def test_a_request_arrives_as_it_was_sent(request):
 
 @given(
     st.builds(Abort, st.lists(names))
+    | st.builds(ClientGone, small, small)
+    | st.just(Attach())
     | st.builds(End, names, small, names, small)
-    | st.builds(GetStats, small, st.booleans())
 )
 def test_messages_to_a_core_arrive_as_they_were_sent(message):
     assert sent(ToCore, message) == message
@@ -135,7 +137,7 @@ def test_statistics_arrive_as_they_were_sent():
         | {"active_slots": {"text": 1}, "evictions": {"image": 2}}
     )
     stats = EngineStats(steps=3, pool=pool, step_seconds=(0.5,), prefix_hits={"text": 7})
-    message = Stats(1, stats, Recorder().state())
+    message = Stats(stats, Recorder().state())
     assert sent(FromCore, message) == message
 
 

@@ -164,7 +164,7 @@ class FakeEngine:
         for request_id in list(self._live):
             self._abort(request_id)
 
-    def client_gone(self, client: int) -> None:
+    def client_gone(self, client: int, pid: int) -> None:
         self.gone.append(client)
 
     def check_health(self) -> None:

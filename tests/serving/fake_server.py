@@ -23,7 +23,7 @@ class HeldEngine(FakeEngine):
         self.hold_after, self.queue = 1, 1000
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.gate.set)
 
-    def client_gone(self, client):
+    def client_gone(self, client, pid):
         logging.getLogger(__name__).info("client %d is gone", client)
 
     def submit(self, request):

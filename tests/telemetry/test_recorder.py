@@ -9,6 +9,10 @@ import statistics
 
 import pytest
 
+from omni_jax.engine import core_stats
+from omni_jax.engine.core_stats import CoreStats
+from omni_jax.engine.messages import Stats
+from omni_jax.engine.stats import EngineStats
 from omni_jax.requests import Request, SamplingParams, Sequence
 from omni_jax.requests.segment import Segment
 from omni_jax.requests.slo import SLO
@@ -112,6 +116,22 @@ def test_histograms_of_requests_and_steps_have_vllms_meaning():
     for name, (counts, total) in both.totals().items():
         assert (sum(counts), total) == (2 * found[name][0], 2 * found[name][1])
     assert recorder.totals()["iteration_tokens_total"][0].index(1) == BOUNDS["iteration_tokens_total"].index(16)
+
+
+def test_states_with_the_records_since_the_one_before_give_the_whole_window(monkeypatch):
+    """As the client of a core puts them together."""
+    monkeypatch.setattr(recorder_module, "WINDOW", 7)
+    monkeypatch.setattr(core_stats, "WINDOW", 7)
+    recorder, told, after = Recorder(segments=True), CoreStats(), (0, 0)
+    for new in (0, 1, 3, 0, 9, 2):
+        for _ in range(new):
+            end(recorder, sequence_of(), 5.0, scheduled=1.0, first=2.0, outputs=2)
+        state = recorder.state(after=after)
+        assert (len(state.requests), after[0] + new) == (min(new, 7), state.num_requests)
+        after = state.num_requests, state.num_segments
+        told.take(Stats(EngineStats(), state))
+        assert told.records(window=True) == recorder.state()
+        assert told.records(window=False) == recorder.state(after=after)
 
 
 def test_shares_of_the_window_are_counted_and_not_searched(monkeypatch):

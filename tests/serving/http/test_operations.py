@@ -87,6 +87,16 @@ async def test_op_02_health_reports_a_dead_engine(client, engine):
     assert (await metrics(client))['vllm:num_requests_running{model_name="fake"}'] == 0
 
 
+async def test_probes_of_a_dead_engine_fill_no_log(client, engine, caplog):
+    caplog.set_level("INFO", logger="serving.http.server")
+    for dead in ("it hangs", "it hangs", "it has ended", None, None, "it hangs"):
+        engine.dead = dead
+        assert (await client.session.get(client.base + "/health")).status == (503 if dead else 200)
+    lines = [record.getMessage() for record in caplog.records]
+    bad = "the engine is not healthy: it hangs"
+    assert lines == [bad, "the engine is healthy again", bad]
+
+
 async def test_op_04_metrics_add_up(client, engine):
     engine.hold_after = 2
     gone = asyncio.create_task(client.chat(n=3))
