@@ -77,8 +77,11 @@ def prompt_digests(request: Request, block_size: int) -> tuple[bytes, ...]:
 
 def modality(request: Request, start: int, stop: int) -> Modality:
     """The most frequent modality of the tokens from start to stop; among equals, the first of MODALITIES."""
-    if not request.has_parts or not _parts(request, start, stop):
+    parts = _parts(request, start, stop) if start < request.parts_stop else []
+    if not parts:
         return "text"
+    if len(parts) == 1 and parts[0].start <= start and stop <= parts[0].stop:
+        return parts[0].modality
     return MODALITIES[int(_counts(request, start, stop, max(stop - start, 1))[0].argmax())]
 
 
@@ -86,15 +89,16 @@ def count_blocks(request: Request, cached: int, block_size: int) -> Iterator[tup
     """(modality, number of tokens, number of those among the first `cached` tokens) of the blocks of a prompt by the
     modality of each block; a modality may come more than once. The last block may not be full."""
     length = len(request.prompt_ids)
-    if not request.has_parts:
+    if not request.parts_stop:
         yield "text", length, min(cached, length)
         return
     kinds = _counts(request, 0, length, block_size).argmax(axis=1)
     starts = np.arange(0, length, block_size)
     tokens, hits = np.minimum(block_size, length - starts), np.clip(cached - starts, 0, block_size)
-    for index, kind in enumerate(MODALITIES):
-        if (kinds == index).any():
-            yield kind, int(tokens[kinds == index].sum()), int(hits[kinds == index].sum())
+    sums = (np.bincount(kinds, weights, len(MODALITIES)).tolist() for weights in (tokens, hits))
+    for kind, count, found in zip(MODALITIES, *sums, strict=True):
+        if count:
+            yield kind, int(count), int(found)
 
 
 def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, int]:

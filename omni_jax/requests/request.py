@@ -64,9 +64,11 @@ class Request:
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.prompt_ids)
 
     @functools.cached_property
-    def has_parts(self) -> bool:
-        """Whether parts of the prompt count under another modality than text: media and table segments."""
-        return bool(self.media) or any(segment.modality == "table" for segment in self.segments)
+    def parts_stop(self) -> int:
+        """The stop index of the last part of the prompt that counts under another modality than text: media and table
+        segments; 0 if there are none."""
+        tables = [segment.stop for segment in self.segments if segment.modality == "table"]
+        return max([*tables[-1:], *(span.stop for span in self.media[-1:])], default=0)
 
     @functools.cached_property
     def segment_stops(self) -> tuple[int, ...]:

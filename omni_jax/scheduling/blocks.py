@@ -183,8 +183,7 @@ class Blocks:
         self._extend(sequence)
         request, blocks, digests = sequence.request, sequence.blocks, sequence.digests
         for at in range(sequence.registered, full):
-            kind = modality(request, at * size, (at + 1) * size) if request.has_parts else "text"
-            parent = digests[at - 1] if at else None
+            parent, kind = digests[at - 1] if at else None, modality(request, at * size, (at + 1) * size)
             if not self.pool.register(blocks[at], digests[at], parent, modality=kind, depth=at):
                 if at >= written or self.pool.references(blocks[at]) > 1:
                     return

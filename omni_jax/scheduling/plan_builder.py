@@ -83,7 +83,7 @@ def media_inputs(rows: Rows, features: Features) -> MediaInputs:
         shifts.append(request.position_delta)
         if request.positions is not None and start < sequence.num_prompt:
             positions.append((place, request.positions[:, start:stop]))
-        if request.media:
+        if sequence.media_passed < len(request.media):
             found += [(place + offset, each) for offset, each in features.in_range(sequence, start, stop)]
         place += count
     return MediaInputs(shifts=np.array(shifts, np.int32), positions=tuple(positions), features=tuple(found))

@@ -283,7 +283,7 @@ class Scheduler:
             if sequence.paused:
                 sequence.paused = False
                 self.events.append(Event(kind="resume", sequence=sequence, cause="turn"))
-            if features is not None and sequence.request.media:
+            if features is not None and sequence.media_passed < len(sequence.request.media):
                 features.release_passed(sequence)
         self.blocks.slots["text"] += text
         return plan
