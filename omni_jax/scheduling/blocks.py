@@ -109,9 +109,9 @@ class Blocks:
         compression it is all that it may still need, because a compressed sequence cannot be recomputed."""
         if self.compression is None:
             return 1
-        held = max(len(sequence.blocks), self.pool.blocks_for(len(sequence.known) - _dropped(sequence)))
-        total = sequence.num_prompt + sequence.max_output - _dropped(sequence)
-        return max(self.pool.blocks_for(total) - held, 0)
+        size, dropped = self.pool.block_size, _dropped(sequence)
+        held = max(len(sequence.blocks), -((dropped - len(sequence.known)) // size))
+        return max(-((dropped - sequence.num_prompt - sequence.max_output) // size) - held, 0)
 
     def num_reserved_for(self, running: list[Sequence]) -> int:
         """Number of free blocks to keep for all running sequences."""
@@ -339,10 +339,11 @@ class Blocks:
         length, rows = sequence.computed, sequence.rows
         shares = sequence.request.drop_shares
         ratio = compression.ratio(step, sequence.max_output) if shares is None else share_at(shares, step)
-        allowed = int(ratio * length) - sequence.dropped
-        drop = min(allowed, rows - compression.min_rows)
+        drop = min(int(ratio * length) - sequence.dropped, rows - compression.min_rows)
+        if drop <= 0:
+            return False
         count = self.pool.blocks_for(rows - drop + 1)
-        if drop <= 0 or count >= self.pool.blocks_for(rows + 1):
+        if count >= self.pool.blocks_for(rows + 1):
             return False
         alone = [block for block in sequence.blocks if self.pool.references(block) == 1]
         own = [block for block in alone if not self.pool.is_registered(block)][:count]
