@@ -128,7 +128,10 @@ class BlockPool:
                 return None
             while count > len(self._free):
                 self._evict()
-        taken = [self._free.pop() for _ in range(count)]
+        first = len(self._free) - count
+        taken = self._free[first:]
+        taken.reverse()
+        del self._free[first:]
         for block in taken:
             self._references[block] = 1
         self.peak_used = max(self.peak_used, self.num_used)

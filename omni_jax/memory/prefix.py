@@ -77,7 +77,9 @@ def prompt_digests(request: Request, block_size: int) -> tuple[bytes, ...]:
 
 def modality(request: Request, start: int, stop: int) -> Modality:
     """The most frequent modality of the tokens from start to stop; among equals, the first of MODALITIES."""
-    parts = _parts(request, start, stop) if start < request.parts_stop else []
+    if not (request.media or request.segments) or start >= request.parts_stop:
+        return "text"
+    parts = _parts(request, start, stop)
     if not parts:
         return "text"
     if len(parts) == 1 and parts[0].start <= start and stop <= parts[0].stop:
@@ -89,7 +91,7 @@ def count_blocks(request: Request, cached: int, block_size: int) -> Iterator[tup
     """(modality, number of tokens, number of those among the first `cached` tokens) of the blocks of a prompt by the
     modality of each block; a modality may come more than once. The last block may not be full."""
     length = len(request.prompt_ids)
-    if not request.parts_stop:
+    if not (request.media or request.segments) or not request.parts_stop:
         yield "text", length, min(cached, length)
         return
     kinds = _counts(request, 0, length, block_size).argmax(axis=1)
