@@ -109,7 +109,7 @@ def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, 
     Placeholders count as the image or video that replaces them, tokens of a table segment as table, others and those
     after the prompt as text.
     """
-    if not request.has_parts or start >= len(request.prompt_ids):
+    if start >= request.parts_stop:
         return {"text": stop - start}
     return dict(zip(MODALITIES, _counts(request, start, stop, max(stop - start, 1))[0].tolist(), strict=True))
 
