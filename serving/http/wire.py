@@ -111,10 +111,10 @@ async def serve_events(
             "X-Accel-Buffering": "no",  # otherwise nginx buffers the events
         }
     )
-    await response.prepare(request)
     last = b"data: [DONE]\n\n"
     try:
         async with contextlib.aclosing(batches):
+            await response.prepare(request)
             async for events in batches:
                 await response.write(b"".join([b"data: %b\n\n" % _JSON.encode(event) for event in events]))
     except ConnectionResetError:

@@ -3,9 +3,11 @@
 import asyncio
 import json
 
+import aiohttp
 import pytest
 
 from omni_jax.requests import Delta, TokenLogprob
+from serving.http.connections import Connection
 from serving.http.engine_streams import merged
 from tests.serving.conftest import serving
 
@@ -115,6 +117,30 @@ async def test_kv_04_a_disconnect_aborts(client, engine, stream, body):
     await wait_until(lambda: len(engine.aborted) == prompts)
     assert sorted(engine.aborted) == sorted(request.id for request in engine.requests)
     assert engine.stats().num_requests_running == 0
+
+
+async def test_a_client_that_leaves_before_the_head_of_its_stream_causes_no_error(client, engine, monkeypatch, caplog):
+    """vllm#9428, ROCm/ATOM#1589: in a crowd, a handler may run on for a while after its client has left."""
+
+    def leave(request, submit=engine.submit):
+        connection.transport.abort()
+        return submit(request)
+
+    def note(self, noted=Connection.head_was_read):
+        nonlocal connection
+        connection = self
+        noted(self)
+
+    connection: Connection
+    monkeypatch.setattr(Connection, "head_was_read", note)
+    monkeypatch.setattr(engine, "submit", leave)
+    engine.hold_after = 1
+    with pytest.raises(aiohttp.ClientError):
+        await client.events(COMPLETIONS, {"prompt": "a"})
+    await wait_until(lambda: engine.aborted)
+    assert engine.stats().num_requests_running == 0
+    assert (await client.get("/version"))[0] == 200
+    assert "internal error" not in caplog.text
 
 
 async def test_a_finished_request_is_not_aborted(client, engine):
