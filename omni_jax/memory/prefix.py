@@ -110,7 +110,7 @@ def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, 
     after the prompt as text.
     """
     if start >= request.parts_stop:
-        return {"text": stop - start}
+        return dict.fromkeys(MODALITIES, 0) | {"text": stop - start}
     return dict(zip(MODALITIES, _counts(request, start, stop, max(stop - start, 1))[0].tolist(), strict=True))
 
 
