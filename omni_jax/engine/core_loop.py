@@ -38,10 +38,18 @@ class CoreLoop:
         core: The core. It is closed at the end.
         emit: Takes (client, message) in the loop's thread.
         clients: Number of clients.
+        idle: Called when there is nothing to do.
     """
 
-    def __init__(self, core: EngineCore, emit: Callable[[int, FromCore], object], clients: int = 1):
-        self.core, self._emit = core, emit
+    def __init__(
+        self,
+        core: EngineCore,
+        emit: Callable[[int, FromCore], object],
+        clients: int = 1,
+        *,
+        idle: Callable[[], object] = lambda: None,
+    ):
+        self.core, self._emit, self._idle = core, emit, idle
         self._messages: collections.deque[tuple[int, ToCore]] = collections.deque()
         self._wake = threading.Event()
         self._stopped = False
@@ -111,6 +119,7 @@ class CoreLoop:
 
     def _turn(self) -> None:
         if not self.busy:
+            self._idle()
             self._wake.wait()
         self._wake.clear()
         self._progressed = time.monotonic()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from omni_jax import garbage
 from omni_jax.engine.config import EngineConfig, EngineInfo
 from omni_jax.engine.messages import Decoder, Encoder, FromCore, Ready, Status, ToCore
 from omni_jax.inputs.prompt import VisionInputs
@@ -153,12 +154,13 @@ def run_core(launch: Launch, pipe: Connection) -> None:
         return
     context = zmq.Context()
     outbox = Outbox(context, launch, os.getpid())
-    loop = CoreLoop(core, outbox.send, launch.clients)
+    loop = CoreLoop(core, outbox.send, launch.clients, idle=garbage.collect)
     inbox = context.socket(zmq.PULL)
     inbox.set_hwm(0)
     inbox.bind(core_address(launch.directory, launch.index))
     threading.Thread(target=_receive, args=(context, inbox, loop, launch), name="messages", daemon=True).start()
     pipe.send(Started(info=core.info, vision=core.loaded.vision))
+    garbage.postpone()
     loop.run()
     outbox.close()
     context.destroy(linger=1000)

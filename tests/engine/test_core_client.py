@@ -36,6 +36,7 @@ from omni_jax.engine.messages import (
     SequenceOutput,
     Stats,
     Status,
+    Stop,
 )
 from omni_jax.requests import EngineError, InvalidRequest
 from tests.engines import greedy, request
@@ -474,3 +475,11 @@ def test_requests_of_a_client_that_has_ended_are_not_taken_though_they_come_late
     received.clear()
     turn(loop)
     assert {type(message) for client, message in received if client == 1} == {Stats, Outputs}
+
+
+def test_an_idle_core_has_time_for_garbage(loop):
+    loop, _ = loop
+    loop._idle, calls = lambda: calls.append(loop.core.has_work) or loop.put(0, Stop()), []
+    loop.put(0, new("a"))
+    loop.run()
+    assert calls == [False]
