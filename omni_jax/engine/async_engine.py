@@ -125,26 +125,29 @@ class AsyncEngine:
         return self._running.recorder(window=False)
 
     def check_queue(self) -> None:
-        """Raise what `submit` would raise for any request now: Unavailable or EngineError.
+        """Raise EngineError or Unavailable if no request should be submitted now. Thread-safe.
 
-        For callers that prepare a request at some cost, such as fetching its images. Thread-safe.
+        `submit` does not look at the limit of the queue, so that requests that belong together enter it together.
         """
-        self._running.check_alive()
-        if self._draining:
-            raise Unavailable("the server is shutting down")
+        self._check_open()
         limit = self._config.max_num_queued_reqs
         if limit is not None and self._running.num_waiting >= limit:
             raise Unavailable(f"the queue is full: {limit} requests are waiting (--max-num-queued-reqs)")
 
+    def _check_open(self) -> None:
+        self._running.check_alive()
+        if self._draining:
+            raise Unavailable("the server is shutting down")
+
     def submit(self, request: Request) -> DeltaStream:
-        """Submit a request to a replica.
+        """Submit a request to a replica. Call `check_queue` before.
 
         Raises:
             InvalidRequest: the request can never run, or a live request has its id.
-            Unavailable: the queue is full, or the engine is shutting down.
+            Unavailable: the engine is shutting down.
             EngineError: all replicas have failed.
         """
-        self.check_queue()
+        self._check_open()
         if request.id in self._streams:
             raise InvalidRequest(f"request id {request.id!r} is in use by a live request", param="request_id")
         self._running.submit(request)

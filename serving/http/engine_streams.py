@@ -27,7 +27,7 @@ def check_open(server: Server) -> None:
 async def stream_deltas(
     server: Server, requests: Sequence[Request], *, ends_only: bool = False
 ) -> AsyncIterator[AsyncIterator[list[PromptDelta]]]:
-    """Submits `requests` and yields an iterator over batches of their deltas.
+    """Submits `requests` and yields an iterator over batches of their deltas. All of them enter the queue, or none.
 
     A batch holds everything that has arrived since the last one, merged into one delta per choice, so a slow reader
     catches up in a few large batches. With `ends_only`, a batch comes when a choice has ended, so a reader who needs

@@ -191,15 +191,18 @@ class FakeEngine:
         return request
 
     def check_queue(self) -> None:
+        self._check_open()
+        if len(self._live) >= self.queue:
+            raise Unavailable(f"the queue is full ({self.queue} requests)")
+
+    def _check_open(self) -> None:
         if self.dead:
             raise EngineError(self.dead)
         if self._draining:
             raise Unavailable("the engine is stopping")
-        if len(self._live) >= self.queue:
-            raise Unavailable(f"the queue is full ({self.queue} requests)")
 
     def submit(self, request: Request) -> "_Stream":
-        self.check_queue()
+        self._check_open()
         if request.id in self._live:
             raise InvalidRequest(f"request id {request.id} is in use")
         self.requests.append(request)

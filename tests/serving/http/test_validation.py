@@ -413,14 +413,16 @@ async def test_a_full_queue_is_a_503(client, engine):
     await asyncio.sleep(0.05)
     error = await assert_rejected(client, COMPLETIONS, {"prompt": "a"}, status=503, match="queue is full")
     assert error["type"] == "service_unavailable_error"
-    engine.aborted.clear()
-    # If one of several prompts does not fit, those that were queued are aborted.
-    engine.queue = 3
-    await assert_rejected(client, COMPLETIONS, {"prompt": ["a", "b"]}, status=503, streamed=False)
-    assert len(engine.aborted) == 1
     engine.gate.set()
     assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
     engine.queue = 64
+
+
+async def test_the_prompts_of_a_request_enter_the_queue_together(client, engine):
+    """vllm-project/vllm#53936: or a list longer than the queue would get 503 and Retry-After for ever."""
+    engine.queue = 2
+    status, answer = await client.complete(["a", "b", "c"], n=2)
+    assert (status, len(answer["choices"]), engine.aborted) == (200, 6, [])
 
 
 @pytest.mark.parametrize(("field", "limit"), [("messages", MAX_MESSAGES), ("tools", MAX_TOOLS)])
