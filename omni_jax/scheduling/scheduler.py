@@ -256,9 +256,7 @@ class Scheduler:
     def _plan_of(self, rows: Rows, now: float) -> StepPlan:
         """The plan of these rows; their tokens count as computed from now on."""
         size, features = self.pool.block_size, self.features
-        filled = []
-        if self.blocks.prefix_caching:
-            filled = [(s, n) for s, n in rows if len(s.known) >= (s.registered + 1) * size and not s.dropped]
+        filled = [(s, n) for s, n in rows if len(s.known) >= (s.registered + 1) * size and not s.dropped]
         for sequence, _ in filled:  # first, so that none of these takes a block that this step writes to
             self.blocks.register(sequence, sequence.computed)
         for sequence, count in filled:
