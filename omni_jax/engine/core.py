@@ -245,7 +245,8 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.scheduler.waiting)
+        """Number of requests whose sequences all wait."""
+        return self.scheduler.num_live - self.scheduler.num_running
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -504,7 +505,6 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot of the statistics. Its cost does not grow with requests or blocks."""
-        running = self.scheduler.num_running
         encoder: dict[str, Any] = {}
         if self._encoder is not None and self.features is not None:
             encoder = {
@@ -520,8 +520,8 @@ class EngineCore:
         return dataclasses.replace(
             self._stats,
             **encoder,
-            num_requests_running=running,
-            num_requests_waiting=self.scheduler.num_live - running,
+            num_requests_running=self.scheduler.num_running,
+            num_requests_waiting=self.num_waiting,
             kv_cache_usage=self.pool.usage,
             num_preemptions=self.scheduler.num_preemptions,
             prefix_queries=dict(self._blocks.queries),

@@ -127,7 +127,7 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences that wait, and of requests that are on their way to a core."""
+        """Number of requests that wait, or are on their way to a core."""
         held = sum(live.core is None for live in list(self._live.values())) if self._restarting else 0
         return held + sum(core.status().waiting for core in self._alive())
 

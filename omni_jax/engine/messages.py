@@ -106,7 +106,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """The state of a core, sent when it changes and at least twice a second.
 
     Attributes:
-        waiting: Number of waiting sequences, and of messages that the core has not read.
+        waiting: Number of waiting requests, and of messages that the core has not read.
         received: Number of messages that have reached the core from this client.
         stalled: Seconds since the core last made progress, if it hangs; otherwise 0. See EngineCore.patience.
     """

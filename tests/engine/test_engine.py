@@ -398,6 +398,19 @@ def test_api_10_the_id_of_a_live_request_is_refused(main):
     assert run(engine, first)["same", 0] == expected, "the id can be used again after the end"
 
 
+def test_the_queue_counts_requests_not_their_continuations(main):
+    """vllm-project/vllm#53936: one request with many continuations is no full queue (--max-num-queued-reqs)."""
+    engine = make_engine(main)
+    for name in ("first", "second"):
+        engine.add(request(name, 33, drawn(n=12, max_tokens=4)))
+    assert engine.core.num_waiting == 2
+    for _ in range(4):
+        engine.step()
+    assert len(engine.core.scheduler.running) == 8
+    assert (engine.core.num_waiting, engine.stats().num_requests_waiting) == (1, 1)
+    run(engine)
+
+
 def test_op_04_counters_add_up_and_gauges_are_zero_at_idle(main):
     engine = make_engine(main, num_blocks=20, max_model_len=200)
     random = np.random.default_rng(0)
