@@ -1,7 +1,10 @@
 """Which waiting sequences can start in the next step."""
 
+import functools
+
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.blocks import Blocks
+from omni_jax.scheduling.budget import Ahead
 from omni_jax.scheduling.discipline import Discipline
 from omni_jax.scheduling.features import Features, can_start, computable
 from omni_jax.scheduling.preemption import Preemption
@@ -21,6 +24,7 @@ class Admission:
     ):
         self._queues, self._blocks, self._features, self._discipline = queues, blocks, features, discipline
         self._preemption = preemption
+        self._computable = functools.partial(computable, features)
 
     def enter(self, sequence: Sequence) -> None:
         """Queue a sequence that arrives, or that has been parked."""
@@ -31,7 +35,7 @@ class Admission:
         """Let a waiting sequence with images take its cache hits, so that no image is encoded whose keys and values are
         cached."""
         if sequence.request.media and (hits := self._blocks.match(sequence)):
-            self._take_hits(sequence, hits)
+            self._preemption.take_hits(sequence, hits)
 
     def acquire_features(self) -> None:
         """Take references to the features that sequences need."""
@@ -72,7 +76,8 @@ class Admission:
 
         Args:
             left: Remaining token budget.
-            prefilling: Running sequences with tokens to prefill. Those that rank before a candidate come first.
+            prefilling: Running sequences with tokens to prefill. As far as these rank before a candidate, they use the
+                budget first.
             computing: See `computing`. A sequence waits if another one, or one found earlier, computes its next block.
             held: Ids of requests that must wait.
             now: The time.
@@ -81,15 +86,14 @@ class Admission:
         slots, rank = len(queues.free_slots), self._discipline.rank
         if left <= 0 or not slots:
             return []
-        ahead = sorted(((rank(s, now), s) for s in prefilling), reverse=True)
+        ahead = Ahead(prefilling, self._computable, self._discipline, now)
         found: list[Sequence] = []
         loading = 0  # sequences whose swapped blocks are being loaded; they keep their room, so no more are loaded
         # Blocks for each running sequence to grow, or a new one would soon be preempted, and blocks that those found
         # here will take when they are admitted.
         kept = blocks.num_reserved_for(queues.running)
         for sequence in queues.next_in_line(slots + MAX_CANDIDATES, now, held):
-            while ahead and ahead[-1][0] < rank(sequence, now):
-                left -= self._of_same_rank(ahead.pop()[1])
+            left = ahead.leave(left, rank(sequence, now))
             if left <= 0 or slots <= len(found):
                 break
             if sequence.pending:
@@ -97,7 +101,7 @@ class Admission:
             if not can_start(self._features, sequence):
                 queues.file(sequence)
                 continue
-            if not computable(self._features, sequence):
+            if not self._computable(sequence):
                 continue  # all tokens are computed, and its last one is in flight
             hits = blocks.match(sequence)
             digest = blocks.next_digest(sequence, len(hits))
@@ -119,7 +123,7 @@ class Admission:
                 continue
             if hits:
                 need -= len(hits) - pool.count_held(hits)
-                self._take_hits(sequence, hits)
+                self._preemption.take_hits(sequence, hits)
                 if not can_start(self._features, sequence):  # its next image is after the hits
                     self.acquire_features()
                     continue
@@ -127,7 +131,7 @@ class Admission:
             if digest is not None:
                 computing[digest] = sequence
             kept += need + own
-            left -= computable(self._features, sequence)
+            ahead.add(sequence)
         return found
 
     def _park(self, sequence: Sequence, owner: Sequence, at: int) -> None:
@@ -136,17 +140,6 @@ class Admission:
         self._queues.park(sequence, owner, self._blocks.last_shared(sequence, owner, at))
         if self._features is not None and sequence.request.media:
             self._features.release(sequence)
-
-    def _of_same_rank(self, sequence: Sequence) -> int:
-        """Number of computable tokens of a running sequence that have its present rank."""
-        stop, tokens = self._discipline.next_rank_at(sequence, sequence.computed), computable(self._features, sequence)
-        return tokens if stop is None else min(tokens, stop - sequence.computed)
-
-    def _take_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        self._blocks.take_hits(sequence, hits)
-        if self._features is not None:
-            self._features.track(sequence)
-        self._queues.file(sequence)
 
     def admit(self, sequence: Sequence, now: float) -> bool:
         """Give a waiting sequence a slot, and blocks for all its tokens. Returns False if there are too few."""

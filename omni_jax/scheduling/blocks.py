@@ -121,6 +121,16 @@ class Blocks:
         """Whether a sequence may lose blocks or its slot. A compressed one may only if it can be swapped out."""
         return not sequence.dropped or self.swap is not None
 
+    def num_unshared(self, sequence: Sequence, hits: Iterable[int] = ()) -> int:
+        """Number of a sequence's blocks that become free if it loses them: those that no other sequence holds, or will
+        hold as `hits`. Blocks before a shared one are shared, too."""
+        blocks, shared = sequence.blocks, set(hits)
+        return len(blocks) - bisect.bisect_left(
+            range(len(blocks)),
+            True,
+            key=lambda at: self.pool.references(blocks[at]) < 2 and blocks[at] not in shared,
+        )
+
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> list[int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from omni_jax.cost.model import CostModel, StepShape, causal_pairs
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.buckets import Buckets
-from omni_jax.scheduling.discipline import Discipline
+from omni_jax.scheduling.discipline import Discipline, Rank
 
 Shares = list[tuple[Sequence, int]]
 Computable = Callable[[Sequence], int]  # number of tokens of a sequence that can be computed now
@@ -113,6 +113,35 @@ def divide(
         if left > 0 and count < whole:
             heapq.heappush(heap, (discipline.rank(sequence, now, start + count), i))
     return list(shares.items())
+
+
+class Ahead:
+    """The tokens that use the budget before those of a candidate: as in `divide`, each sequence's as far as they rank
+    before it."""
+
+    def __init__(self, sequences: Iterable[Sequence], computable: Computable, discipline: Discipline, now: float):
+        self._computable, self._discipline, self._now = computable, discipline, now
+        self._heap: list[tuple[Rank, Sequence, int, int]] = []  # rank of the next token, its index, number of tokens
+        for sequence in sequences:
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Add the tokens of a sequence that can be computed now."""
+        rank = self._discipline.rank(sequence, self._now)
+        heapq.heappush(self._heap, (rank, sequence, sequence.reached, self._computable(sequence)))
+
+    def leave(self, left: int, rank: Rank) -> int:
+        """What is left of a budget for a candidate of this rank, or 0. Tokens count once."""
+        while left > 0 and self._heap and self._heap[0][0] < rank:
+            _, sequence, start, whole = heapq.heappop(self._heap)
+            stop = self._discipline.next_rank_at(sequence, start)
+            count = whole if stop is None else min(whole, stop - start)
+            left -= count
+            if count < whole:
+                start += count
+                at = self._discipline.rank(sequence, self._now, start)
+                heapq.heappush(self._heap, (at, sequence, start, whole - count))
+        return left
 
 
 class _Added(NamedTuple):

@@ -108,7 +108,8 @@ class SLOFirst:
         """Maximum duration of the next step in seconds, so that every decoding sequence keeps its pace.
 
         The step may last until the first of their next tokens is due, but at least one whole interval. It may be longer
-        if all sequences are ahead of their pace; steps shorter than an interval would not help one that is late.
+        if all sequences are ahead of their pace; steps shorter than an interval would not help one that is late. While
+        the first token of a sequence is in flight, its second one is due an interval later.
         """
         allowed = math.inf
         for sequence in decoding:
@@ -118,7 +119,8 @@ class SLOFirst:
             interval = slo.tpot_ms / 1000
             if allowed <= interval:
                 continue
-            left = deadline(sequence) - now
+            first_in_flight = sequence.first_token_at is None and sequence.computed >= sequence.num_prompt
+            left = interval if first_in_flight else deadline(sequence) - now
             if left < allowed:
                 allowed = left if left > interval else interval
         return allowed

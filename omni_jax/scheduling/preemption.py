@@ -1,15 +1,17 @@
 """Who loses a slot or blocks, and to whom: a decoding sequence without a free block, a more urgent class.
 
-Three functions change what a sequence holds: `preempt` takes a slot or blocks for another sequence, `requeue` lets a
-sequence wait, and `release` frees all that it holds.
+Four functions change what a sequence holds: `preempt` takes a slot or blocks for another sequence, `requeue` lets a
+sequence wait, `take_hits` lets it share cached blocks meanwhile, and `release` frees all that it holds.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Collection
 
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.blocks import Blocks
+from omni_jax.scheduling.budget import Ahead
 from omni_jax.scheduling.discipline import Discipline
 from omni_jax.scheduling.events import Cause, Event
 from omni_jax.scheduling.features import Features, can_start, computable
@@ -69,6 +71,13 @@ class Preemption:
             self._features.release(sequence)
             self._features.track(sequence)
         self._queues.add(sequence)
+
+    def take_hits(self, sequence: Sequence, hits: list[int]) -> None:
+        """Let a waiting sequence hold the blocks that `Blocks.match` found."""
+        self._blocks.take_hits(sequence, hits)
+        if self._features is not None:
+            self._features.track(sequence)
+        self._queues.file(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Free all that a sequence holds, and remove it from the queues."""
@@ -149,7 +158,8 @@ class Preemption:
 
         Args:
             left: Remaining token budget.
-            prefilling: Running sequences with tokens to prefill. Those that rank before a taker use the budget first.
+            prefilling: Running sequences with tokens to prefill. As far as these rank before a taker, they use the budget
+                first.
             computing: See Admission.computing. A sequence that waits for one of these blocks takes nothing.
             held: Ids of requests that must wait.
             now: The time.
@@ -166,17 +176,18 @@ class Preemption:
             return False  # without aging, no class is more urgent than the first one's with aging
         victims = [s for s in owners if blocks.is_preemptible(s)]
         least = max(map(_admitted_class, victims), default=-math.inf)
-        ahead = None  # running sequences by descending rank
-        slots, free = len(queues.free_slots), self._unreserved()
+        candidates = queues.next_in_line(MAX_CANDIDATES, now, held)
+        if all(priority(s) >= least for s in candidates):
+            return False
+        ahead = Ahead(prefilling, functools.partial(computable, self._features), self._discipline, now)
+        slots = kept = 0  # slots and blocks that candidates before the present one will take
         loading = 0  # blocks that sequences will take when their swapped ones are loaded
-        for sequence in queues.next_in_line(MAX_CANDIDATES, now, held):
-            if priority(sequence) >= least or sequence.pending or not can_start(self._features, sequence):
+        for sequence in candidates:
+            if sequence.pending or not can_start(self._features, sequence):
                 continue
-            if ahead is None:
-                ahead = sorted(((rank(s, now), s) for s in prefilling), reverse=True)
-            while ahead and ahead[-1][0] < rank(sequence, now):
-                left -= computable(self._features, ahead.pop()[1])
-            if left < 0 or (left == 0 and (slots or prefilling)):
+            left = ahead.leave(left, rank(sequence, now))
+            full = slots >= len(queues.free_slots)
+            if left < 0 or (left == 0 and (not full or prefilling)):
                 break  # it could not run in this step
             hits = blocks.match(sequence)
             if blocks.next_digest(sequence, len(hits)) in computing and not sequence.wants_prompt_logprobs:
@@ -184,21 +195,31 @@ class Preemption:
             need = blocks.missing(sequence, hits)
             if blocks.compression is not None:
                 need += blocks.num_reserved(sequence)
-            if slots < 1 or need > free:
+            free, less = self._unreserved() - kept, []
+            if full or need > free:
                 less = [
-                    s for s in victims if s.admitted_class > priority(sequence) and (s.slot is not None or s.blocks)
+                    s
+                    for s in victims
+                    if s.admitted_class > priority(sequence)
+                    and rank(s, now) > rank(sequence, now)  # others would start again first; nor is it its own victim
+                    and (s.slot is not None or s.blocks)
                 ]
-                obtainable = free + sum(len(s.blocks) for s in less) - loading
-                if obtainable < need or (slots < 1 and all(s.slot is None for s in less)):
-                    least = min(least, priority(sequence))  # others of its class would find no more
-                    continue
+                obtainable = free + sum(blocks.num_unshared(s, hits) for s in less) - loading
+                if obtainable < need or (full and all(s.slot is None for s in less)):
+                    break  # those after it do not start before it
                 if not blocks.can_restore(sequence):
                     loading += need
                     continue
+            if hits:  # or they might be taken from the victims
+                need -= sum(self._pool.references(block) == 0 for block in hits)
+                self.take_hits(sequence, hits)
+                if not can_start(self._features, sequence):
+                    continue  # its next image is after the hits
+            if less:
                 less.sort(key=lambda s: rank(s, now))
-                self._preempt_last(less, sequence, slot=slots < 1, blocks=need - free)
-                slots, free = len(queues.free_slots), self._unreserved()
-            slots, free, left = slots - 1, free - need - 1, left - computable(self._features, sequence)
+                self._preempt_last(less, sequence, slot=full, blocks=need + kept - self._unreserved())
+            slots, kept = slots + 1, kept + need + 1
+            ahead.add(sequence)
         return self.count != before
 
     def _unreserved(self) -> int:

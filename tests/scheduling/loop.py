@@ -22,6 +22,7 @@ from omni_jax.scheduling.plan import Row, StepPlan
 from omni_jax.scheduling.scheduler import Scheduler
 from tests.memory.pool_walk import walk
 from tests.scheduling.fake_device import Case, FakeDevice, Result, Stream, seen_prompt
+from tests.scheduling.service import Service
 
 SLICE_SECONDS = 1.0  # assumed duration of a slice of the encoder
 
@@ -182,6 +183,7 @@ class Loop:
         self.admitted: collections.Counter[Sequence] = collections.Counter()
         self.plans: list[StepPlan] = []
         self.scored: dict[str, list] = {}
+        self.watched = True  # whether each plan is checked by Service, which looks at all that wait
         self._names = itertools.count()
 
     # -- actions of a test --------------------------------------------------------------------------------------------
@@ -227,9 +229,13 @@ class Loop:
         self.pool.step += 1
         before = list(self.scheduler.waiting), list(self.scheduler.running)
         had_swapped = any(s.swapped is not None for s in self.scheduler.waiting)
+        promised = Service(self.scheduler, float(self.pool.step)) if self.watched else None
         plan = self.scheduler.plan(float(self.pool.step))
         if plan is not None:
             self._check_plan(plan, *before)
+            if promised is not None:
+                promised.check(plan)
+                promised.check_pace(plan)
             self.in_flight.append((plan, self.device.dispatch(plan, self.cases, self.pool.may_write)))
             self.plans.append(plan)
         self._encode()

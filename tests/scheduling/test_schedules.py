@@ -32,6 +32,13 @@ class SizeCost:
         return 0.1 * shape.size
 
 
+class PairsCost:
+    """A cost model in which all that a shape has takes time."""
+
+    def seconds(self, shape):
+        return 0.01 * shape.size + 0.02 * shape.rows + 0.05 * shape.context + 0.05 * shape.attended
+
+
 RATIOS = (lambda step, total: 0.5, lambda step, total: min(0.1 * step, 0.6), lambda step, total: 0.8 * step / total)
 
 
@@ -64,7 +71,7 @@ def scenarios(draw, images=False, slo=False, memory=False):
         }
     if slo:
         loop["discipline"] = SLOFirst(aging_seconds=draw(st.sampled_from([1, 3, 10, 1000])))
-        loop["cost"] = draw(st.sampled_from([None, SizeCost()]))
+        loop["cost"] = draw(st.sampled_from([None, SizeCost(), PairsCost()]))
     if memory:
         loop["prefix_caching"] = draw(st.booleans())
         loop["swap"] = draw(st.none() | st.integers(0, 1000))

@@ -13,7 +13,7 @@ from tests.scheduling.soak import Report, Setting, play
 
 @pytest.mark.parametrize("steps", [30_000, pytest.param(100_000, marks=pytest.mark.full)])
 def test_properties_hold_for_many_steps(steps):
-    report = soak.soak(steps, seed=0)
+    report = soak.soak(steps, seed=2)
     # Each kind of event occurred often.
     often = steps // 100
     assert report.steps >= steps
