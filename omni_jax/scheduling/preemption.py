@@ -158,8 +158,8 @@ class Preemption:
 
         Args:
             left: Remaining token budget.
-            prefilling: Running sequences with tokens to prefill. As far as these rank before a taker, they use the budget
-                first.
+            prefilling: Running sequences with tokens to prefill. As far as these rank before a taker, they use the
+                budget first.
             computing: See Admission.computing. A sequence that waits for one of these blocks takes nothing.
             held: Ids of requests that must wait.
             now: The time.

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from omni_jax.memory.block_pool import BlockPool
 from omni_jax.requests import Sequence
 from omni_jax.scheduling.discipline import SLOFirst
 from omni_jax.scheduling.features import Features
