@@ -211,10 +211,11 @@ class Preemption:
                     loading += need
                     continue
             if hits:  # or they might be taken from the victims
+                before_hits = rank(sequence, now)
                 need -= sum(self._pool.references(block) == 0 for block in hits)
                 self.take_hits(sequence, hits)
-                if not can_start(self._features, sequence):
-                    continue  # its next image is after the hits
+                if rank(sequence, now) != before_hits or not can_start(self._features, sequence):
+                    continue  # the tokens or the image after the hits are what counts now
             if less:
                 less.sort(key=lambda s: rank(s, now))
                 self._preempt_last(less, sequence, slot=full, blocks=need + kept - self._unreserved())
