@@ -130,8 +130,8 @@ class HostTier:
 
     Args:
         block_bytes: Bytes of one block over all layers.
-        capacity_bytes: Host memory for parcels. Arrays in transit are extra: those that wait until older parcels are
-            on disk, and those that are prefetched but not taken.
+        capacity_bytes: Host memory for parcels. Nothing is stored beyond it, prefetched arrays that were not taken
+            included. Arrays that wait until older parcels are on disk are extra, and those that are read from disk.
         directory: Where parcels are written when memory is full; None uses memory alone. A directory that cannot be
             used is logged and ignored.
         disk_bytes: Maximum bytes of the files.
@@ -317,7 +317,8 @@ class HostTier:
         return [p for p in self._parcels if p.state == "storing" and p.slots is None and p.file is None]
 
     def _make_room(self, blocks: int = 0) -> bool:
-        """Make sure that there are or will be slots for all waiting parcels and for `blocks` more.
+        """Make sure that there are or will be slots for all waiting parcels and for `blocks` more. The latter count
+        beside the arrays that are prefetched but not taken: their sequences may have lost their room.
 
         Parcels that need not be kept are evicted, then the oldest parcels are sent to disk, even those being stored.
 
@@ -327,6 +328,8 @@ class HostTier:
         leaving = [p for p in self._parcels if p.file is not None or p.state in ("spilling", "loading", "lost")]
         short = sum(parcel.blocks for parcel in self._waiting()) + blocks
         short -= len(self._free) + sum(len(parcel.slots or ()) for parcel in leaving)
+        if blocks:
+            short += sum(parcel.blocks for parcel in self._parcels if parcel.is_ready or parcel.state == "loading")
         folder, room = self._folder, self._disk_limit - self._disk_bytes()
         chosen = []
         able = [p for p in self._parcels if p.state in ("storing", "host") and p.file is None and not p.wanted]

@@ -156,7 +156,7 @@ def test_store_returns_none_above_max_swap_ops():
 
 
 def test_only_take_waits_while_all_workers_are_busy(tmp_path, monkeypatch):
-    with tier(tmp_path, capacity=2, threads=1) as host:
+    with tier(tmp_path, capacity=4, threads=1) as host:
         parcel, other = on_disk(host, blocks(2, 1), "x")
         read = Held(host_files.read)
         monkeypatch.setattr(host_files, "read", read)
@@ -173,7 +173,7 @@ def test_only_take_waits_while_all_workers_are_busy(tmp_path, monkeypatch):
         assert not host.is_ready(other)
         assert host.stats().operations == 3
         read.gate.set()
-        assert np.array_equal(host.take(other), blocks(2, 99))
+        assert np.array_equal(host.take(other), blocks(4, 99))
         assert np.array_equal(host.take(parcel), blocks(2, 1))
         host.wait_idle()
         assert host.stats().host_bytes == 0

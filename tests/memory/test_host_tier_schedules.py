@@ -9,7 +9,7 @@ import pytest
 
 from omni_jax.memory import host_files
 from omni_jax.memory.host_tier import ParcelLost
-from tests.memory.swapping import FAULTS, Copy, blocks, tier
+from tests.memory.swapping import BLOCK_BYTES, FAULTS, Copy, blocks, tier
 
 
 class Schedule:
@@ -108,6 +108,40 @@ class Faults:
             self.disk_failed = True
             raise OSError(28, "No space left on device")
         self.write(path, header, rows)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stored_and_prefetched_blocks_stay_within_the_host_memory(seed):
+    """Parcels are prefetched, but not taken before others are stored: their sequences lost their room meanwhile."""
+    draw, refused = random.Random(seed), 0
+    with tier(None, capacity=12, threads=2) as host:
+        live = []
+        for number in range(120):
+            kind = draw.choice(("store", "store", "prefetch", "take", "drop"))
+            if kind == "store":
+                count = draw.randint(1, 5)
+                asked = host.has_room(count)
+                parcel = host.store(b"%d" % number, Copy(blocks(count, number)), count)
+                assert (parcel is not None) == asked
+                refused += parcel is None
+                live += [] if parcel is None else [(parcel, number)]
+            elif live:
+                parcel, seed_of = live[draw.randrange(len(live))]
+                if kind == "prefetch":
+                    host.prefetch(parcel)
+                    continue
+                live.remove((parcel, seed_of))
+                if kind == "take":
+                    assert np.array_equal(host.take(parcel), blocks(parcel.blocks, seed_of))
+                else:
+                    host.drop(parcel)
+            host.wait_idle()
+            held = [len(p.slots or ()) * BLOCK_BYTES + (0 if p.data is None else p.data.nbytes) for p, _ in live]
+            assert sum(held) == host.stats().host_bytes <= host.stats().host_capacity
+        assert refused
+        for parcel, seed_of in live:
+            assert np.array_equal(host.take(parcel), blocks(parcel.blocks, seed_of))
+        assert host.stats().lost == 0
 
 
 @pytest.mark.parametrize("seed", range(12))
