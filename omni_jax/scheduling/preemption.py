@@ -212,7 +212,7 @@ class Preemption:
                     continue
             if hits:  # or they might be taken from the victims
                 before_hits = rank(sequence, now)
-                need -= sum(self._pool.references(block) == 0 for block in hits)
+                need -= len(hits) - self._pool.count_held(hits)
                 self.take_hits(sequence, hits)
                 if rank(sequence, now) != before_hits or not can_start(self._features, sequence):
                     continue  # the tokens or the image after the hits are what counts now
