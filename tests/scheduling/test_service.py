@@ -83,7 +83,7 @@ def test_blocks_that_others_share_are_not_taken_in_vain():
     run.add(40, n=2, max_tokens=12, ignore_eos=True, slo=SLO(priority=5))
     for _ in range(4):
         run.step()
-    run.add(26, max_tokens=1, slo=SLO(priority=0))  # 13 blocks, where 11 can be freed
+    run.add(28, max_tokens=1, slo=SLO(priority=0))  # 14 blocks, where 13 can be freed
     run.step()
     assert not [event for event in run.scheduler.events if event.kind == "preempt"]
     run.run()
