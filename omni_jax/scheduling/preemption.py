@@ -180,6 +180,7 @@ class Preemption:
         if all(priority(s) >= least for s in candidates):
             return False
         ahead = Ahead(prefilling, functools.partial(computable, self._features), self._discipline, now)
+        claimed = {*computing}  # and what candidates before the present one will compute
         slots = kept = 0  # slots and blocks that candidates before the present one will take
         loading = 0  # blocks that sequences will take when their swapped ones are loaded
         for sequence in candidates:
@@ -190,7 +191,8 @@ class Preemption:
             if left < 0 or (left == 0 and (not full or prefilling)):
                 break  # it could not run in this step
             hits = blocks.match(sequence)
-            if blocks.next_digest(sequence, len(hits)) in computing and not sequence.wants_prompt_logprobs:
+            digest = blocks.next_digest(sequence, len(hits))
+            if digest in claimed and not sequence.wants_prompt_logprobs:
                 continue
             need = blocks.missing(sequence, hits)
             if blocks.compression is not None:
@@ -221,6 +223,8 @@ class Preemption:
                 self._preempt_last(less, sequence, slot=full, blocks=need + kept - self._unreserved())
             slots, kept = slots + 1, kept + need + 1
             ahead.add(sequence)
+            if digest is not None:
+                claimed.add(digest)
         return self.count != before
 
     def _unreserved(self) -> int:
