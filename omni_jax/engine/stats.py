@@ -19,7 +19,7 @@ class EngineStats:
         kv_cache_usage: gauge in [0, 1], share of KV blocks in use.
         num_preemptions: counter, preemptions of sequences.
         prompt_tokens: counter, prompt tokens of requests whose prefill is done.
-        generation_tokens: counter, generated tokens.
+        generation_tokens: counter, generated tokens; also those after a stop string until the core hears of it.
         steps: counter, steps run.
         real_tokens: counter, tokens of steps without padding.
         padded_tokens: counter, tokens of padding in steps.
