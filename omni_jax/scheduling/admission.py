@@ -96,8 +96,10 @@ class Admission:
             left = ahead.leave(left, rank(sequence, now))
             if left <= 0 or slots <= len(found):
                 break
-            if sequence.pending:
-                continue  # (d)
+            if sequence.pending:  # (d): in this step it waits, and keeps its room
+                slots -= 1
+                kept += blocks.missing(sequence) + blocks.num_reserved(sequence)
+                continue
             if not can_start(self._features, sequence):
                 queues.file(sequence)
                 continue
@@ -108,7 +110,7 @@ class Admission:
             if digest in computing and not sequence.wants_prompt_logprobs:
                 self._park(sequence, computing[digest], len(sequence.blocks) + len(hits))
                 continue
-            own, alone = blocks.num_reserved(sequence), not (queues.running or found or loading)
+            own, alone = blocks.num_reserved(sequence), not (queues.running or found or loading or kept)
             extra = own + kept if blocks.compression is not None else 0 if alone else kept
             need = blocks.missing(sequence, hits)
             while alone and need + extra > pool.num_free and self._preemption.reclaim_from_waiting(other_than=sequence):

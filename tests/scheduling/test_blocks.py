@@ -218,6 +218,25 @@ def test_recomputing_is_priced_with_the_prefix_hits_that_it_would_get(prefix_cac
     assert computed(run, first) == (27 + 2 if prefix_caching else 27 + 22)
 
 
+@pytest.mark.parametrize(("blocks", "slots"), [(12, 8), (40, 1)])
+@pytest.mark.parametrize("swap", [None, 1])
+def test_no_later_arrival_takes_the_room_of_a_preempted_sequence_whose_token_is_not_read(blocks, slots, swap):
+    run = loop(blocks=blocks, max_num_seqs=slots, max_model_len=40, prefix_caching=False, swap=swap)
+    (first,), (second,) = run.add(28, max_tokens=10), run.add(20, max_tokens=10)
+    while not first.num_output:
+        run.step()
+    run.preempt(first)
+    assert first.pending
+    assert second.slot is None
+    run.step()
+    assert second.slot is None
+    while first.slot is None:
+        run.step()
+    assert second.slot is None
+    run.run()
+    run.check_endings()
+
+
 def test_an_abort_drops_swapped_blocks():
     run = loop(blocks=16, max_num_seqs=4, prefix_caching=False, swap=1)
     run.swap._faults = False
