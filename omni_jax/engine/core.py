@@ -216,7 +216,7 @@ class EngineCore:
         """End a continuation whose text has come to a stop string after `kept` tokens. Does nothing if it has ended."""
         for sequence in self.scheduler.sequences(request_id):
             if sequence.index == index and sequence.finish_reason is None:
-                del sequence.known[sequence.num_prompt + kept :]  # computed while the text was read
+                del sequence.output[kept:]  # computed while the text was read
                 self.scheduler.finish(sequence, "stop", stop)
                 self._ended(sequence)
 

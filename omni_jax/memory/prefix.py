@@ -34,19 +34,22 @@ def root_digest(*, salt: str = "", adapter: str = "") -> bytes:
     return hashlib.sha256(b"omni_jax.memory.prefix 1" + struct.pack("<Q", len(first)) + first + second).digest()
 
 
-def extend(digests: list[bytes], request: Request, known: Sequence[int], block_size: int) -> None:
-    """Append the digests of the full blocks of `known` that `digests` lacks.
+def extend(digests: list[bytes], request: Request, output: Sequence[int], block_size: int) -> None:
+    """Append the digests of the full blocks of a request's prompt and `output` that `digests` lacks.
 
     Args:
         digests: Digests of the first full blocks, in order; changed in place.
-        request: The request of the tokens, for its media, positions and salt.
-        known: Token ids of the prompt and then of the output.
+        request: The request.
+        output: Token ids that follow the prompt.
         block_size: Tokens per block.
     """
-    start, stop = len(digests) * block_size, len(known) // block_size * block_size
+    prompt = len(request.prompt_ids)
+    start, stop = len(digests) * block_size, (prompt + len(output)) // block_size * block_size
     if stop <= start:
         return
-    tokens = memoryview(array.array("i", known[start:stop])).cast("B")
+    ids = array.array("i", request.prompt_ids[start:stop])
+    ids.extend(output[max(start - prompt, 0) : max(stop - prompt, 0)])
+    tokens = memoryview(ids).cast("B")
     shifts = _shifts(request, start, stop, block_size)
     parent = digests[-1] if digests else root_digest(salt=request.cache_salt)
     width = 4 * block_size
@@ -71,7 +74,7 @@ def prompt_digests(request: Request, block_size: int) -> tuple[bytes, ...]:
     For a long prompt this takes milliseconds, so it is done where requests are made, and not in the engine's thread.
     """
     digests: list[bytes] = []
-    extend(digests, request, request.prompt_ids, block_size)
+    extend(digests, request, (), block_size)
     return tuple(digests)
 
 

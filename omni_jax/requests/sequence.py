@@ -33,16 +33,16 @@ class Swapped:
 class Sequence:
     """The scheduling state of one continuation.
 
-    Its tokens are `known` (read by the host) or `pending` (sampled on the device, not read yet). The first `computed`
-    of them have their keys and values in the cache. Prefill, chunked prefill, decode and recomputation are the same
-    operation: they advance `computed` towards known + pending.
+    Its tokens are known (those of the prompt, and `output`) or `pending` (sampled on the device, not read yet). The
+    first `computed` of them have their keys and values in the cache. Prefill, chunked prefill, decode and recomputation
+    are the same operation: they advance `computed` towards known + pending.
 
     Attributes:
         request: The request that it continues.
         index: Index of the continuation, 0 to n - 1.
         order: (arrival number of the request, index); smaller arrived earlier.
         max_output: Maximum number of output tokens; 0 if the request only scores its prompt.
-        known: Prompt and output token ids.
+        output: Output token ids that the host has read. With the prompt's they are its known tokens.
         pending: Number of tokens sampled by steps whose results were not read; at most 1 when a step is planned.
         computed: Number of tokens in the cache, including those of steps in flight.
         blocks: Cache blocks that it holds, in order.
@@ -72,7 +72,7 @@ class Sequence:
     index: int
     order: tuple[int, int]
     max_output: int
-    known: list[int]
+    output: list[int] = dataclasses.field(default_factory=list)
     pending: int = 0
     computed: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
@@ -110,9 +110,27 @@ class Sequence:
         return f"{self.request.id}[{self.index}]"
 
     @property
+    def num_known(self) -> int:
+        """Number of prompt tokens and of output tokens that the host has read."""
+        return self.num_prompt + len(self.output)
+
+    @property
+    def known(self) -> list[int]:
+        """Prompt and output token ids, in a new list."""
+        return [*self.request.prompt_ids, *self.output]
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...] | list[int]:
+        """The known token ids from start to stop."""
+        prompt = self.num_prompt
+        if start >= prompt:
+            return self.output[start - prompt : stop - prompt]
+        ids = self.request.prompt_ids[start:stop]
+        return ids if stop <= prompt else (*ids, *self.output[: stop - prompt])
+
+    @property
     def num_output(self) -> int:
         """Number of output tokens that the host has read."""
-        return len(self.known) - self.num_prompt
+        return len(self.output)
 
     @property
     def remaining(self) -> int:
@@ -122,7 +140,7 @@ class Sequence:
     @property
     def uncomputed(self) -> int:
         """Number of tokens that must pass through the model before the next one can be sampled."""
-        return len(self.known) + self.pending - self.computed
+        return self.num_known + self.pending - self.computed
 
     @property
     def rows(self) -> int:

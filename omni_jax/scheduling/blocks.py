@@ -101,7 +101,7 @@ class Blocks:
 
         Of `hits`, the cached blocks that it will share, only those without references count.
         """
-        need = self.pool.blocks_for(len(sequence.known) - _dropped(sequence)) - len(sequence.blocks)
+        need = self.pool.blocks_for(sequence.num_known - _dropped(sequence)) - len(sequence.blocks)
         return need - self.pool.count_held(hits)
 
     def num_reserved(self, sequence: Sequence) -> int:
@@ -110,7 +110,7 @@ class Blocks:
         if self.compression is None:
             return 1
         size, dropped = self.pool.block_size, _dropped(sequence)
-        held = max(len(sequence.blocks), -((dropped - len(sequence.known)) // size))
+        held = max(len(sequence.blocks), -((dropped - sequence.num_known) // size))
         return max(-((dropped - sequence.num_prompt - sequence.max_output) // size) - held, 0)
 
     def num_reserved_for(self, running: list[Sequence]) -> int:
@@ -137,7 +137,7 @@ class Blocks:
         """Cached blocks that continue the blocks of a waiting sequence, up to its last token but one."""
         held = len(sequence.blocks)
         if (
-            not self._shares(sequence)
+            not self.shares(sequence)
             or sequence.wants_prompt_logprobs
             or sequence.swapped is not None
             or sequence.pending
@@ -146,7 +146,7 @@ class Blocks:
         ):
             return []
         self._extend(sequence)
-        return self.pool.find(sequence.digests[held : (len(sequence.known) - 1) // self.pool.block_size])
+        return self.pool.find(sequence.digests[held : (sequence.num_known - 1) // self.pool.block_size])
 
     def take_hits(self, sequence: Sequence, hits: list[int]) -> None:
         """Let a waiting sequence share the blocks that `match` found."""
@@ -160,10 +160,10 @@ class Blocks:
     def next_digest(self, sequence: Sequence, hits: int = 0) -> bytes | None:
         """Digest of the block that a sequence would compute next, after `hits` hits; None if it could not be cached."""
         at = len(sequence.blocks) + hits if sequence.slot is None else sequence.registered
-        if not self._shares(sequence) or sequence.swapped is not None:
+        if not self.shares(sequence) or sequence.swapped is not None:
             return None
         self._extend(sequence)
-        last = (len(sequence.known) - (sequence.slot is None)) // self.pool.block_size
+        last = (sequence.num_known - (sequence.slot is None)) // self.pool.block_size
         return sequence.digests[at] if at < last else None
 
     def is_cached(self, digest: bytes) -> bool:
@@ -183,10 +183,10 @@ class Blocks:
         it can be found too. A block that the step being planned writes to is replaced in the next one, and one that
         others hold too, after a clearing of the cache, is not: they would hold registered blocks without those before.
         """
-        if not self._shares(sequence) or sequence.dropped or sequence.finish_reason == "error":
+        if not self.shares(sequence) or sequence.dropped or sequence.finish_reason == "error":
             return
         size = self.pool.block_size
-        shared = len(sequence.known) if self.prefix_caching else sequence.num_prompt
+        shared = sequence.num_known if self.prefix_caching else sequence.num_prompt
         full, written = min(end, shared) // size, sequence.computed // size
         if sequence.registered >= full:
             return
@@ -219,12 +219,12 @@ class Blocks:
             self.queries[kind] += tokens
             self.hits[kind] += hits
 
-    def _shares(self, sequence: Sequence) -> bool:
+    def shares(self, sequence: Sequence) -> bool:
         """Whether other sequences may hold the same blocks as this one."""
         return self.prefix_caching or sequence.request.params.n > 1
 
     def _extend(self, sequence: Sequence) -> None:
-        extend(sequence.digests, sequence.request, sequence.known, self.pool.block_size)
+        extend(sequence.digests, sequence.request, sequence.output, self.pool.block_size)
 
     # -- filled slots -------------------------------------------------------------------------------------------------
 
@@ -278,8 +278,8 @@ class Blocks:
         lost = sequence.blocks[keep : self.pool.blocks_for(sequence.rows)]  # without the empty ones
         if lost and self.swap is not None and sequence.swapped is None:
             size, cached = self.pool.block_size, 0
-            if self._shares(sequence) and not sequence.wants_prompt_logprobs:
-                found = min(sequence.registered, (len(sequence.known) - 1) // size)  # as in `match`
+            if self.shares(sequence) and not sequence.wants_prompt_logprobs:
+                found = min(sequence.registered, (sequence.num_known - 1) // size)  # as in `match`
                 cached = max(min(found - keep, len(lost) - wanted), 0)
             parcel = self.swap.store(sequence, lost, sequence.rows - keep * size, cached * size)
             if parcel is not None:

@@ -137,5 +137,5 @@ def deadline(sequence: Sequence) -> float:
         return math.inf if segment is None else segment.deadline
     if request.slo is None or sequence.first_token_at is None:
         return math.inf
-    tokens_out = len(sequence.known) - sequence.num_prompt + sequence.pending
+    tokens_out = len(sequence.output) + sequence.pending
     return decode_deadline(request.slo, request.arrival, sequence.first_token_at, tokens_out)

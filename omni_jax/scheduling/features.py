@@ -223,7 +223,7 @@ def can_start(features: Features | None, sequence: Sequence) -> bool:
 def computable(features: Features | None, sequence: Sequence) -> int:
     """Number of uncomputed tokens of a sequence that could be computed now, once swapped blocks are back."""
     if sequence.swapped is not None:
-        return len(sequence.known) - sequence.reached
+        return sequence.num_known - sequence.reached
     if features is None or not sequence.request.media:
         return sequence.uncomputed
     return features.computable(sequence)

@@ -69,7 +69,7 @@ def output_room(request: Request, max_model_len: int) -> int:
 
 def ending(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:
     """How the latest token ends a sequence: (finish reason, the stop token id if one did), or None if it does not."""
-    params, count = sequence.request.params, len(sequence.known) - sequence.num_prompt  # num_output, in a hot loop
+    params, count = sequence.request.params, len(sequence.output)
     if count > params.min_tokens:
         if token in eos_token_ids and not params.ignore_eos:
             return "stop", None

@@ -27,17 +27,17 @@ def build_plan(
     tokens: list[int] = []
     slot_writes, new_blocks, suppressed, forced, scores = [], [], [], [], []
     for row, (sequence, count) in enumerate(rows):  # hundreds of rows: this loop is hot
-        slot, start, known, pending = sequence.slot, sequence.computed, sequence.known, sequence.pending
+        slot, start, pending = sequence.slot, sequence.computed, sequence.pending
         assert slot is not None
         request, num_prompt = sequence.request, sequence.num_prompt
-        stop, length = start + count, len(known) + pending
-        output = length - num_prompt  # index in the output of the token to sample
+        output = len(sequence.output) + pending  # index in the output of the token to sample
+        stop, length = start + count, num_prompt + output
         sample = stop == length and output < sequence.max_output
         columns += slot, start, count, sequence.dropped, sample
         if pending:
             tokens.append(-slot - 1)
         else:
-            tokens += known[start:stop]
+            tokens += sequence.tokens(start, stop)
         written, blocks = sequence.on_device_blocks, sequence.blocks
         if not written:
             slot_writes.append(slot_write(sequence, slot, eos_token_ids))

@@ -24,7 +24,8 @@ def schedule_running(
         if sequence.slot is None:
             continue
         # This loop is hot: it computes what properties of Sequence would.
-        computed, num_prompt, length = sequence.computed, sequence.num_prompt, len(sequence.known) + sequence.pending
+        computed, num_prompt = sequence.computed, sequence.num_prompt
+        length = num_prompt + len(sequence.output) + sequence.pending
         if computed == length:
             continue  # all tokens are computed
         if computed < num_prompt or computed + 1 < length:

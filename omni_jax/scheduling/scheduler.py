@@ -158,7 +158,6 @@ class Scheduler:
                 index=index,
                 order=(self._arrivals, index),
                 max_output=room,
-                known=list(request.prompt_ids),
                 digests=list(request.digests),
             )
             for index in range(request.params.n)
@@ -256,7 +255,11 @@ class Scheduler:
     def _plan_of(self, rows: Rows, now: float) -> StepPlan:
         """The plan of these rows; their tokens count as computed from now on."""
         size, features = self.pool.block_size, self.features
-        filled = [(s, n) for s, n in rows if len(s.known) >= (s.registered + 1) * size and not s.dropped]
+        filled = [
+            (s, n)
+            for s, n in rows
+            if s.num_known >= (s.registered + 1) * size and not s.dropped and self.blocks.shares(s)
+        ]
         for sequence, _ in filled:  # first, so that none of these takes a block that this step writes to
             self.blocks.register(sequence, sequence.computed)
         for sequence, count in filled:
@@ -365,7 +368,7 @@ class Scheduler:
             else:
                 if sequence.first_token_at is None:
                     sequence.first_token_at = now
-                sequence.known.append(token)
+                sequence.output.append(token)
                 if end := ending(sequence, token, self.config.eos_token_ids):
                     self.finish(sequence, *end)
                 elif sequence.slot is None:

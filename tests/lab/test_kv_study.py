@@ -60,9 +60,7 @@ class StudyEngine:
 
     def add(self, request):
         self.requests.append(request)
-        self.running[request.id] = Sequence(
-            request=request, index=0, order=(0, 0), max_output=len(request.forced_ids), known=list(request.prompt_ids)
-        )
+        self.running[request.id] = Sequence(request=request, index=0, order=(0, 0), max_output=len(request.forced_ids))
         self.max_running = max(self.max_running, len(self.running))
 
     def step(self):
@@ -71,12 +69,12 @@ class StudyEngine:
             place = sequence.num_output
             if place >= 3:
                 sequence.dropped += self.drop
-            start, count = sequence.computed, len(sequence.known) - sequence.computed
+            start, count = sequence.computed, sequence.num_known - sequence.computed
             sequence.computed += count
             sequence.blocks = list(range(math.ceil(sequence.rows / self.info.block_size)))
             rows.append(self._row(sequence, start, count))
             token = sequence.request.forced_ids[place]
-            sequence.known.append(token)
+            sequence.output.append(token)
             entry = TokenLogprob(token_id=token, logprob=-(int(name) + place / 100))
             last = sequence.num_output == sequence.request.params.max_tokens
             reason = "length" if last else None

@@ -20,7 +20,6 @@ def sequence(blocks, computed, *, name="r", index=0, dropped=0, media=(), segmen
         index=index,
         order=(0, index),
         max_output=100,
-        known=list(asked.prompt_ids),
         blocks=list(blocks),
         computed=computed,
         dropped=dropped,

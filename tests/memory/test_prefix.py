@@ -36,7 +36,7 @@ def span(name, start, length, kind="image"):
 
 def digests(asked, known=None, *, size=SIZE):
     found = []
-    extend(found, asked, asked.prompt_ids if known is None else known, size)
+    extend(found, asked, () if known is None else known[len(asked.prompt_ids) :], size)
     return found
 
 
@@ -58,8 +58,8 @@ def test_extending_in_steps_or_at_once_is_the_same(ids, steps):
     asked = request(ids[:3])
     piecemeal = []
     for length in itertools.accumulate(steps):
-        extend(piecemeal, asked, ids[:length], SIZE)
-    extend(piecemeal, asked, ids, SIZE)
+        extend(piecemeal, asked, ids[3:length], SIZE)
+    extend(piecemeal, asked, ids[3:], SIZE)
     assert piecemeal == digests(asked, ids)
 
 
@@ -68,7 +68,7 @@ def test_blocks_are_equal_as_far_as_tokens_are_equal(data):
     token = st.integers(0, 1)
     first, second = data.draw(st.lists(token, min_size=4, max_size=24)), data.draw(st.lists(token, max_size=24))
     common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
-    assert shared(digests(request(first)), digests(request([7]), second)) == common // SIZE
+    assert shared(digests(request(first)), digests(request(second[:2]), second)) == common // SIZE
 
 
 def test_blocks_of_different_sizes_share_no_digest():

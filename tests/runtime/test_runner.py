@@ -120,7 +120,7 @@ def sequences(runner, count: int, length: int) -> list[Sequence]:
     found = []
     for i in range(count):
         item = request(str(i), tiny.prompt(length, seed=i), greedy())
-        sequence = Sequence(request=item, index=0, order=(i, 0), max_output=9, known=list(item.prompt_ids), slot=i)
+        sequence = Sequence(request=item, index=0, order=(i, 0), max_output=9, slot=i)
         sequence.blocks = list(range(1 + i * blocks, 1 + (i + 1) * blocks))
         runner.dispatch(plan_of(HandRow(sequence=sequence, start=0, count=length - 1, new_slot=True))).read()
         found.append(sequence)
@@ -129,7 +129,7 @@ def sequences(runner, count: int, length: int) -> list[Sequence]:
 
 def decode(runner, chosen: list[Sequence], size: int) -> np.ndarray:
     """Tokens and bits of logprobs [rows, ...] of one decode step."""
-    rows = [HandRow(sequence=s, start=len(s.known) - 1, count=1, sample=True) for s in chosen]
+    rows = [HandRow(sequence=s, start=s.num_known - 1, count=1, sample=True) for s in chosen]
     sampled, _ = runner.dispatch(plan_of(*rows, decode=True, size=size)).read()
     return np.array(sampled[: len(rows)])
 

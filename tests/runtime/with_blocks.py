@@ -29,7 +29,7 @@ def block_runner(name: str, **changes) -> Runner:
 
 def make_sequence(prompt: list[int], blocks: list[int], *, slot: int = 0) -> Sequence:
     item = request(f"slot {slot}", prompt, greedy())
-    sequence = Sequence(request=item, index=0, order=(slot, 0), max_output=99, known=list(prompt), slot=slot)
+    sequence = Sequence(request=item, index=0, order=(slot, 0), max_output=99, slot=slot)
     sequence.blocks = list(blocks)
     return sequence
 

@@ -304,7 +304,7 @@ class Loop:
 
     def ending(self, sequence: Sequence) -> Ending:
         assert sequence.finish_reason is not None
-        return tuple(sequence.known[sequence.num_prompt :]), sequence.finish_reason, sequence.stop_reason
+        return tuple(sequence.output), sequence.finish_reason, sequence.stop_reason
 
     def alone(self, sequence: Sequence) -> Ending:
         """The ending of a continuation that runs alone, computed without the scheduler."""
@@ -503,7 +503,7 @@ class Loop:
         params = sequence.request.params
         if params.prompt_logprobs is not None and sequence.index == 0:
             assert len(self.scored[sequence.request.id]) == sequence.num_prompt - 1
-        output = sequence.known[sequence.num_prompt :]
+        output = sequence.output
         assert output[-1] == token
         pair = self.cases[sequence.request.id].stop_pair
         if sequence.finish_reason != "stop" and tuple(output[-2:]) == pair:

@@ -42,12 +42,12 @@ class Service:
         return Before(
             ran=s.slot is not None,
             computed=s.computed,
-            length=len(s.known) + s.pending,
+            length=s.num_known + s.pending,
             blocks=len(s.blocks),
             swapped=s.swapped is not None,
             served_at=s.served_at,
             priority=self._priority(s, s.computed),
-            rank=self._rank(s, s.computed, s.served_at, len(s.known) + s.pending),
+            rank=self._rank(s, s.computed, s.served_at, s.num_known + s.pending),
         )
 
     # -- ranks --------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Service:
 
     def _need(self, s: Sequence) -> int:
         """Number of blocks for all tokens of a waiting sequence."""
-        return self.scheduler.pool.blocks_for(len(s.known) - s.dropped) - len(s.blocks)
+        return self.scheduler.pool.blocks_for(s.num_known - s.dropped) - len(s.blocks)
 
     def _has_room(self, s: Sequence) -> bool:
         """Whether a slot is free, and blocks for all its tokens and for each running sequence to grow."""

@@ -262,7 +262,7 @@ class Soak:
         """Check a sequence that ended: its output, and that it holds nothing, whatever is in flight (contract b)."""
         assert not sequence.blocks
         assert sequence.slot is None
-        output = sequence.known[sequence.num_prompt :]
+        output = sequence.output
         assert output == [self.token(sequence, sequence.num_prompt + i) for i in range(len(output))]
         wanted = min(sequence.max_output, self.ends[sequence])
         assert len(output) == wanted or (sequence.finish_reason == "abort" and len(output) <= wanted)
@@ -307,7 +307,7 @@ class Soak:
                 assert row.start == before, "tokens are skipped or computed twice"
             self.computed[sequence] = stop
             assert 0 < row.count <= stop <= len(sequence.blocks) * size
-            known = len(sequence.known) + row.feedback
+            known = sequence.num_known + row.feedback
             assert stop <= known, "computes unknown tokens"
             sampled = sequence.num_output + row.feedback
             assert sampled + row.sample <= sequence.max_output, "contract (a): past a foreseeable end"

@@ -14,7 +14,7 @@ from tests.plans import HandRow, plan_of
 
 def sequence_of(name: str, length: int, **fields) -> Sequence:
     item = Request(id=name, prompt_ids=tuple(range(1000, 1000 + length)), params=SamplingParams(), **fields)
-    return Sequence(request=item, index=0, order=(0, 0), max_output=9, known=list(item.prompt_ids), slot=3)
+    return Sequence(request=item, index=0, order=(0, 0), max_output=9, slot=3)
 
 
 def test_description_of_an_example_step():
@@ -26,7 +26,7 @@ def test_description_of_an_example_step():
     one = sequence_of("r7", 200, segments=tuple(segments))
     one.blocks = [4, 9]
     other = sequence_of("r8", 3)
-    other.known += [7, 8]
+    other.output += [7, 8]
     other.blocks = [5]
     other.dropped, other.slot = 2, 4
     plan = plan_of(
@@ -54,7 +54,7 @@ def test_description_of_an_example_step():
 def test_positions_of_an_image_and_the_output_after_it_are_runs():
     positions = np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]], np.int32)
     sequence = sequence_of("r", 6, positions=positions)
-    sequence.known += [5]
+    sequence.output += [5]
     text = describe(plan_of(HandRow(sequence=sequence, start=0, count=7), size=7), (sequence,))
     assert "padding" not in text
     (line,) = re.findall(r"positions  (.*)", text)

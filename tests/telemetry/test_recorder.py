@@ -40,7 +40,7 @@ def sequence_of(prompt=10, *, id="r", arrival=0.0, queued=None, segments=(), med
         media=tuple(media),
         slo=slo,
     )
-    return Sequence(request=request, index=index, order=(0, index), max_output=99, known=list(request.prompt_ids))
+    return Sequence(request=request, index=index, order=(0, index), max_output=99)
 
 
 Made = tuple[StepPlan, tuple[Sequence, ...]]  # a plan, and the sequence of each row
@@ -67,7 +67,7 @@ def cut(*stops: int, **fields) -> list[Segment]:
 
 def end(recorder, sequence, now, *, reason="stop", scheduled=None, first=None, outputs=0):
     sequence.scheduled_at, sequence.first_token_at = scheduled, first
-    sequence.known += [0] * outputs
+    sequence.output += [0] * outputs
     sequence.finish_reason = reason
     recorder.finished(sequence, now)
 

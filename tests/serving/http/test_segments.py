@@ -170,7 +170,7 @@ async def test_a_custom_policy_that_fails_for_some_prompts_serves_the_others(eng
 
 def running_sequence(name: str, *, slo=None, arrival=0.0) -> Sequence:
     request = Request(id=name, prompt_ids=(1, 2, 3), params=SamplingParams(), arrival=arrival, slo=slo)
-    return Sequence(request=request, index=0, order=(0, 0), max_output=9, known=[1, 2, 3])
+    return Sequence(request=request, index=0, order=(0, 0), max_output=9)
 
 
 def fill(recorder) -> None:
@@ -178,7 +178,7 @@ def fill(recorder) -> None:
     for name, first in (("a", 0.5), ("b", 3.0)):
         sequence = running_sequence(name, slo=SLO(ttft_ms=1000, tpot_ms=2000))
         sequence.scheduled_at, sequence.first_token_at = 0.25, first
-        sequence.known += [4, 5]
+        sequence.output += [4, 5]
         for kind, cause in (("pause", "budget"), ("preempt", "class"), ("resume", "turn")):
             recorder.event(Event(kind=kind, sequence=sequence, cause=cause, by="c[0]", blocks=2), 0.3)
         sequence.finish_reason = "stop"
