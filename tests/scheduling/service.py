@@ -36,6 +36,7 @@ class Service:
     def __init__(self, scheduler: Scheduler, now: float):
         self.scheduler, self.now = scheduler, now
         self.before = {s: self._snapshot(s) for s in (*scheduler.running, *scheduler.waiting)}
+        self.parked = {s for s in scheduler.waiting if s in scheduler._queues.parked}
         self.num_events, self.num_free = len(scheduler.events), scheduler.pool.num_free
 
     def _snapshot(self, s: Sequence) -> Before:
@@ -98,8 +99,9 @@ class Service:
         for s in running:
             if self._decodes(s):
                 assert not self.scheduler.pool.num_free, f"{s.name} does not decode"
-        lost = {s for s in rows if row_lost_blocks(s, self.before[s], rows[s].start)}
-        admitted = [s for s in prefilling if rows[s].admit and not self.before[s].ran and s not in lost]
+        # Those that lost blocks or took cache hits in this plan have the rank of other tokens now.
+        stayed = [s for s, row in rows.items() if row.start == self.before[s].computed]
+        admitted = [s for s in stayed if s in prefilling and rows[s].admit and not self.before[s].ran]
         for s in waiting[:1]:
             late = [t.name for t in admitted if self._rank_before(t) > self._rank_before(s)]
             assert not late, f"{s.name} waits, and {late} of less urgent rank started"
@@ -132,6 +134,8 @@ class Service:
         moved = before.ran or before.swapped or s.swapped is not None or len(s.blocks) != before.blocks
         if moved or s.pending or s.request.id in self.scheduler.held:
             return False
+        if s.request.segments and (self.scheduler.blocks.prefix_caching or s.request.params.n > 1):
+            return False  # it may have had the rank of the segment after cache hits, and lost these to another
         return s not in queues.parked and s not in queues.returning and (features is None or features.can_start(s))
 
     def _need(self, s: Sequence) -> int:
@@ -156,6 +160,7 @@ class Service:
         be."""
         names, blocks = {s.name for s in rows}, self.scheduler.blocks
         full = any(s.uncomputed > row.sample for s, row in rows.items())
+        full |= bool(self.parked & rows.keys())  # one that waited for a victim's block returned meanwhile
         for event in self.scheduler.events[self.num_events :]:
             used = event.by in names or full or event.sequence in rows
             assert event.cause != "class" or used, f"{event.by} took from {event.sequence.name} in vain"
@@ -173,7 +178,8 @@ class Service:
             obtainable = self._free() + sum(pool.references(block) == 1 for t in victims for block in t.blocks)
             room = self._need(s) + len(self.scheduler.running) <= obtainable
             others = {t: row for t, row in rows.items() if t not in victims}
-            used = sum(row.count for row in others.values()) >= self.scheduler.config.max_num_batched_tokens
+            tokens = sum(row.count for row in others.values()) + sum(map(self._decodes, self.before))
+            used = tokens >= self.scheduler.config.max_num_batched_tokens
             used |= any(t.uncomputed > row.sample for t, row in others.items())
             assert not room or used, (
                 f"{s.name} of class {priority} stands still for {[(t.name, t.admitted_class) for t in victims]}"
@@ -211,8 +217,3 @@ class Service:
         if s.first_token_at is None and self.before[s].computed >= s.num_prompt:
             return slo.tpot_ms / 1000  # its first token is in flight
         return max(self.before[s].rank[1] - self.now, slo.tpot_ms / 1000)
-
-
-def row_lost_blocks(s: Sequence, before: Before, start: int) -> bool:
-    """Whether a sequence had to compute tokens again."""
-    return start < before.computed
