@@ -90,6 +90,8 @@ class Service:
 
     def check(self, plan: StepPlan) -> None:
         """Check that nobody stands still for one of less urgent rank."""
+        if any(s.request.params.n > 1 for s in self.before):
+            return  # continuations return to the line within a plan, with the rank of other tokens
         rows = dict(zip(self.scheduler.sequences_in(plan), plan.rows, strict=True))
         idle = [s for s in self.before if s not in rows and self._could_compute(s)]
         running = [s for s in idle if s.slot is not None]
