@@ -86,6 +86,8 @@ def count_rows(sequence: Sequence, start: int, stop: int) -> dict[Modality, int]
     """The number of rows from start to stop in the sequence's cache, by modality."""
     if start >= stop:
         return {}
+    if not sequence.request.parts_stop:
+        return {"text": stop - start}
     if not sequence.dropped:
         return count_modalities(sequence.request, start, stop)
     counts = {

@@ -273,9 +273,9 @@ class Scheduler:
             features=self.features,
         )
         self._in_flight[plan.number] = tuple([sequence for sequence, _ in rows])
-        text = 0  # tokens after their prompts
+        text = 0  # tokens of requests without other parts, and after prompts
         for (sequence, count), sample in zip(rows, plan.samples.tolist(), strict=True):
-            if sequence.computed < sequence.num_prompt or sequence.dropped:
+            if sequence.request.parts_stop and (sequence.computed < sequence.num_prompt or sequence.dropped):
                 self.blocks.fill(sequence, count)
             else:
                 text += count
