@@ -90,9 +90,10 @@ def count_rows(sequence: Sequence, start: int, stop: int) -> dict[Modality, int]
         return {"text": stop - start}
     if not sequence.dropped:
         return count_modalities(sequence.request, start, stop)
-    counts = {
+    counts: dict[Modality, int] = {
         modality: count * (stop - start) // sequence.computed
         for modality, count in sequence.mixture.items()
         if modality != "text"
     }
-    return {"text": stop - start - sum(counts.values()), **counts}
+    counts["text"] = stop - start - sum(counts.values())
+    return counts

@@ -113,7 +113,9 @@ def count_modalities(request: Request, start: int, stop: int) -> dict[Modality, 
     after the prompt as text.
     """
     if start >= request.parts_stop:
-        return dict.fromkeys(MODALITIES, 0) | {"text": stop - start}
+        counts: dict[Modality, int] = dict.fromkeys(MODALITIES, 0)
+        counts["text"] = stop - start
+        return counts
     return dict(zip(MODALITIES, _counts(request, start, stop, max(stop - start, 1))[0].tolist(), strict=True))
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEXT_THREADS = 2
+INTAKE = 8  # new requests given to the text threads: more than threads, which need not wait for a busy event loop
 MEDIA_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -85,7 +86,7 @@ def make_app(
         media=media or MediaSettings(),
         access=access or MediaAccessSettings(),
         text_pool=ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text"),
-        intake=asyncio.Semaphore(TEXT_THREADS),
+        intake=asyncio.Semaphore(INTAKE),
         media_pool=ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media"),
         metrics_pool=ThreadPoolExecutor(1, thread_name_prefix="metrics"),
         created=int(time.time()),

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from serving.http.connections import Connection, Turns
+from serving.http.connections import TURNS, Connection, Turns
 from serving.http.server import TEXT_THREADS
 from tests.serving.conftest import serving
 from tests.serving.fake_engine import FakeEngine
@@ -25,11 +25,11 @@ async def answers(connection: socket.socket) -> bytes:
         return (await asyncio.get_running_loop().sock_recv(connection, 65536)).partition(b"\r\n")[0]
 
 
-async def test_one_turn_in_an_iteration_in_order():
+async def test_a_few_turns_in_an_iteration_in_order():
     turns, taken = Turns(asyncio.get_running_loop()), []
-    for number in range(4):
+    for number in range(3 * TURNS + 1):
         turns.take(lambda number=number: taken.append(number))
-    for count in (1, 2, 3, 4, 4):
+    for count in (TURNS, 2 * TURNS, 3 * TURNS, 3 * TURNS + 1, 3 * TURNS + 1):
         assert taken == list(range(count))
         await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -49,7 +49,8 @@ async def test_a_probe_passes_a_crowd_that_came_before_it():
     engine.queue = 10_000
     async with serving(engine) as client:
         crowd, [probe] = connect(client, 200), connect(client, 1)
-        await asyncio.sleep(0.1)  # all are accepted
+        probe.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert await answers(probe) == b"HTTP/1.1 200 OK"  # so all are accepted
         for connection in crowd:
             connection.sendall(HEAD + BODY)
         probe.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
